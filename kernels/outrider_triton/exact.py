@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.invariant import InvariantKernels
 from outrider.device.kernels.weights import quantized_products
-from outrider_triton.attention import exact_operator
+from outrider_triton.attention import operators as attention_operators
 from outrider_triton.attention.cached import attends
 from outrider_triton.attention.prefill import PromptAttention
 from outrider_triton.blocks import FusedBlocks
@@ -205,7 +205,7 @@ class ExactKernels(TritonKernels, InvariantKernels):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         config = self._attention_tiles(q, k_cache)
         groups = -(-metadata.max_query // (config[0] // config[2])) * metadata.seq_lens.shape[0] * k_cache.shape[2]
-        shares_chunks = metadata.max_kv > exact_operator.FIRST_CHUNK and groups < 2 * self.facts.processors
+        shares_chunks = metadata.max_kv > attention_operators.FIRST_CHUNK and groups < 2 * self.facts.processors
         operands = q, k_cache, v_cache, metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, scale, window
         is_tree, cache = metadata.tree_mask is not None, k_cache.dtype

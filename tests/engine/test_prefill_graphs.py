@@ -12,7 +12,7 @@ from outrider.engine.prefill import Prefill, PrefillGraphs, token_buckets
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.registry import get_backend
 from outrider_proof import tiny
-from outrider_proof.decode_program import implied_by
+from outrider_proof.decode_explorer import implied_by
 from outrider_proof.engine_setups import HYBRID, host_models
 from outrider_proof.fence_log import FenceLog
 from outrider_proof.proposers import MAKERS

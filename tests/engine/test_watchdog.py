@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.device import ConfigError, DeadlockError, DeviceLost, DeviceStuck, EngineStopped, Fence, polling
-from outrider.device.polling import poll
+from outrider.device import ConfigError, DeadlockError, DeviceLost, DeviceStuck, EngineStopped, Fence, stream
+from outrider.device.stream import poll
 from outrider.engine.recovery import Watchdog
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
@@ -241,7 +241,7 @@ def test_polling_finds_an_answer_soon_and_asks_seldom(takes, monkeypatch):
     """A prompt of some thousand tokens takes a tenth of a second; pauses that double would add up to 10 ms to that."""
     now, asked = [0.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda pause: now.__setitem__(0, now[0] + max(pause, 5e-5)))
-    monkeypatch.setattr(polling, "time", clock)
+    monkeypatch.setattr(stream, "time", clock)
     assert poll(lambda: asked.append(1) or now[0] >= takes, 60.0)
     assert now[0] - takes <= max(takes / 400, 1e-4)
     assert len(asked) < 6000

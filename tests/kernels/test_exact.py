@@ -22,7 +22,7 @@ from outrider.bundled import bundled
 from outrider.device import AttentionMetadata, KernelSet, RecurrentBatch
 from outrider.registry import get_backend
 from outrider_triton import exact
-from outrider_triton.attention import exact_operator
+from outrider_triton.attention import operators as attention_operators
 from outrider_triton.exact import ExactTiles, has_fixed_order, split_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import BUCKETS
@@ -53,7 +53,7 @@ def kernels_of(device, pdl, monkeypatch):
 
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
-    monkeypatch.setattr(exact_operator, "FIRST_CHUNK", 64)  # several chunks in a short context
+    monkeypatch.setattr(attention_operators, "FIRST_CHUNK", 64)  # several chunks in a short context
 
     def make(facts):
         own = facts if device.type == "cpu" else facts_of(torch.cuda.get_device_properties(device))

@@ -1,40 +1,32 @@
-"""Run the engine on random host programs, watched by the sanitizer.
+"""Random host programs for the engine, and their service on one engine or on two.
 
-A host program is a batch mix: prompts, lengths, arrivals, aborts, hand-overs between two engines, and engine sizes. Each run
-has one schedule. The tokens are compared with non-speculative greedy decoding on the reference backend.
+A host program is a batch mix: prompts, lengths, arrivals, aborts, hand-overs between two engines, and engine sizes.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from outrider.device.errors import ConfigError, OutriderError
+from outrider.device.errors import OutriderError
 from outrider.errors import RequestError
-from outrider.registry import Registry
-from outrider_proof.fence_log import FenceLog, Half
-from outrider_proof.guides import Residues, guide
-from outrider_proof.monitors import OverlapMonitor
-from outrider_proof.subjects import Subject, bundled_text, tiny_images
+from outrider_proof.guides import guide
 
 if TYPE_CHECKING:
     from outrider import EngineConfig
-    from outrider.device import Backend, Fence
+    from outrider.device import Backend
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
     from outrider.engine.requests.hand_over import ExpectedPages, LentPages
     from outrider.engine.requests.sampling import SamplingParams
-    from outrider.model import Media
+    from outrider.model import Decoder, Media
     from outrider.speculative.proposer import Proposer
     from outrider.transports import PageTransfer
-    from outrider_sanitizer import Finding
-    from outrider_sanitizer import Report as Findings
-
 
 APART = 3
 """Number of turns between what one engine learns and what the other engine does. The one host here stands for two: without
@@ -126,7 +118,7 @@ class NetworkMove:
 CONTEXT = 96
 """Maximum context length of the engines, in tokens."""
 
-_MAX_OUTPUT_TOKENS = 14
+MAX_OUTPUT_TOKENS = 14
 _HANDOVER_FRACTION = 0.3
 """Fraction of programs that hand requests over to another engine."""
 
@@ -203,7 +195,7 @@ class HostProgram:
             start = rng.randrange(text - length) if rng.random() < 0.7 else 0  # prompts that share a prefix
             abort = rng.randint(0, 4) if rng.random() < 0.25 else None
             times = tuple(sorted(moving.randint(1, 8) for _ in range(moving.randint(1, 3)))) if moves else ()
-            arrivals.append(Arrival(start, length, rng.randint(1, _MAX_OUTPUT_TOKENS), rng.randint(0, 4), abort, times))
+            arrivals.append(Arrival(start, length, rng.randint(1, MAX_OUTPUT_TOKENS), rng.randint(0, 4), abort, times))
         program = cls(
             arrivals=tuple(arrivals),
             max_requests=rng.randint(1, 4),
@@ -247,8 +239,20 @@ class HostProgram:
             "prefill_chunk": self.prefill_chunk,
             "max_context": CONTEXT,
             "overlap": True,
+            "token_budget": self.token_budget,
         }
         return plain_config(**sizes | fields)
+
+    def engine(self, target: Decoder, backend: Backend, proposer: Proposer, config: EngineConfig, **options: Any) -> Engine:
+        """Return an engine with the prefill graphs and the draft lengths of the program.
+
+        ``config`` comes from :meth:`config`. ``options`` are further arguments of :class:`Engine`.
+        """
+        from outrider.engine.engine import Engine
+
+        with limited_prefill_graphs(self):
+            draft_length = draft_length_of(self, proposer)
+            return Engine(target, backend, proposer=proposer, config=config, draft_length=draft_length, **options)
 
     def longest(self, proposer: Proposer, *, images: bool) -> int:
         """Return the number of tokens of the longest request, with its output, its draft slots and, with ``images``, its
@@ -272,164 +276,6 @@ MOVING = HostProgram(
     draft_tokens=3,
 )
 """A program whose requests move between engines by copies and by network: freed pages get new owners at once."""
-
-_FENCES_OF_MOVES = frozenset({"handed_over", "pages_ready", "pages_read", "pages_free", "pages_written"})
-_FENCES_OF_GUIDES = frozenset({"draft_on_host", "masks_ready"})
-PARAMETER_FENCES = frozenset({"lengths_on_host", "params_free", "params_bound"})
-"""Names of fences that only a device with host lengths in its graphs has."""
-
-
-class DecodeExplorer:
-    """A runner of host programs with one model on one backend. It compares their tokens with the reference.
-
-    The explorer loads the weights once, outside the schedule; each run builds a new engine. ``images`` selects the tiny
-    vision-language model instead of the bundled model.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        speculate: str,
-        draft_topk: int = 1,
-        mode: str = "staged",
-        graphs: bool = False,
-        drop: str | None = None,
-        half: str = "wait",
-        consumer: str | None = None,
-        images: bool = False,
-    ) -> None:
-        from outrider.engine.fences import FENCES
-
-        if speculate not in ("eagle", "ngram", "none"):
-            raise ConfigError(f"--speculate is {speculate!r}; decode explores eagle, ngram and none")
-        if drop is not None and drop not in {fence.name for fence in FENCES}:
-            raise ConfigError(f"there is no fence {drop!r}; `outrider fences` lists them")
-        if half not in get_args(Half):
-            raise ConfigError(f"--drop is {half!r}; expected wait or record")
-        self.backend = backend
-        self._speculate, self._topk, self._drop, self._half = speculate, draft_topk, drop, cast("Half", half)
-        self._mode, self._graphs, self._consumer = mode, graphs, consumer
-        self._subject = tiny_images() if images else bundled_text()
-        self._model, self._vision = self._subject.load(backend)
-        self.findings: Findings | None = None
-        self.log: FenceLog | None = None
-        self.pace = OverlapMonitor()
-        self.paced = True
-        """True if lost overlap, lost batching or a row freed too early fails a run."""
-
-    def program(self, seed: int) -> HostProgram:
-        """Return host program number ``seed``."""
-        program = HostProgram.draw(seed, len(self._subject.text))
-        if not self._subject.images:
-            return program
-        # The reference loop for guided tokens does not support images.
-        return replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
-
-    @property
-    def exercising_program(self) -> HostProgram:
-        """A host program that exercises the dropped fence, if the device and the mode have the fence."""
-        if self._drop in _FENCES_OF_MOVES:
-            return MOVING
-        return self.program(3 if self._drop in _FENCES_OF_GUIDES else 1)
-
-    def expected(self, arrival: Arrival) -> tuple[int, ...]:
-        """Return the non-speculative greedy tokens of a request, from the cache of the subject."""
-        alike = Arrival(arrival.start, arrival.length, _MAX_OUTPUT_TOKENS, 0, None, guided=arrival.guided)
-        known = self._subject.plain
-        if alike not in known:
-            known[alike] = _plain(self._subject, alike)
-        return known[alike][: arrival.max_tokens]
-
-    def run_program(self, program: HostProgram, backend: Backend) -> None:
-        """Run a host program once on the engine, watched by the sanitizer and the overlap monitor.
-
-        Raises :class:`RaceError` of the sanitizer, :class:`WrongTokens`, the faults of :class:`OverlapMonitor`, or the
-        engine's error.
-        """
-        from outrider_sanitizer import watching
-
-        expected = [self.expected(arrival) for arrival in program.arrivals]
-        # The engine orders accesses to whole tensors of rows, not to single rows.
-        with watching(backend, rows_apart=False) as sanitizer:
-            self.findings = sanitizer.report
-            self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
-            self.pace = OverlapMonitor()
-            stop = self.pace.observe(backend)
-            problem: Exception | None = None
-            try:
-                self._serve(program, expected)
-                backend.synchronize()
-            except Exception as error:
-                problem = error
-            finally:
-                stop()
-        # A race explains wrong tokens, so the race is the error.
-        self.findings.raise_if_any()
-        if self.paced:
-            self.pace.raise_if_any(problem)
-        if problem is not None:
-            raise problem
-
-    def implied(self) -> tuple[str, ...]:
-        """Return the fences that the findings of the last run imply."""
-        if self.findings is None or self.log is None:
-            return ()
-        return implied_by(self.findings.findings, self.log)
-
-    def _engine(self, program: HostProgram) -> Engine:
-        from outrider.engine.engine import Engine
-        from outrider.speculative.build import DraftOptions, build_proposer
-
-        config = program.config(
-            CONTEXT + 16 + self._subject.extra,
-            dtype=self._subject.dtype,
-            draft_tokens=program.draft_tokens,
-            mode=self._mode,
-            graphs=self._graphs,
-            token_budget=program.token_budget,
-        )
-        options = DraftOptions(
-            target=self._model,
-            backend=self.backend,
-            dtype=config.torch_dtype,
-            directory=self._subject.eagle if self._speculate == "eagle" else None,
-            draft_tokens=config.draft_tokens,
-            topk=self._topk,
-        )
-        proposer = build_proposer(self._speculate, options)
-        lengths = draft_length_of(program, proposer)
-        with limited_prefill_graphs(program):
-            engine = Engine(
-                self._model,
-                self.backend,
-                proposer=proposer,
-                config=config,
-                wrap_fence=self.wrap,
-                vision=self._vision,
-                draft_length=lengths,
-            )
-        self.pace.watch(engine, overlap=True)
-        return engine
-
-    def wrap(self, fence: Fence) -> Fence:
-        """Wrap a fence for the log and the overlap monitor; the engine's ``wrap_fence``."""
-        assert self.log is not None
-        return self.pace.wrap(self.log.wrap(fence))
-
-    def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
-        """Serve all requests of the program and compare their tokens. Raises :class:`WrongTokens`."""
-        moves = any(arrival.moves for arrival in program.arrivals)
-        engines = [self._engine(program) for _ in range(2 if moves else 1)]
-        free = [(engine.free_pages, engine.free_rows) for engine in engines]
-        serving = Serving(engines, program, self._subject.prompt)
-        serving.step_until_idle()
-        check_tokens(serving.tokens, serving.ended, expected)
-        for engine, (pages, rows) in zip(engines, free, strict=True):
-            if (engine.free_pages, engine.free_rows) != (pages, rows):
-                raise WrongTokens(
-                    f"{pages - engine.free_pages} pages and {rows - engine.free_rows} rows weren't given back at the end"
-                )
 
 
 @contextmanager
@@ -578,31 +424,3 @@ def check_tokens(tokens: Mapping[int, Sequence[int]], ended: Mapping[int, str], 
         got = tuple(tokens[index])
         if got != (wanted[: len(got)] if ended[index] == "abort" else wanted):
             raise WrongTokens(f"request {index} got {list(got)}, non-speculative decoding gives {list(wanted)}")
-
-
-def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
-    """Return the fences that ``findings`` imply, by the positions of the fences in ``log``."""
-    names: dict[str, None] = {}
-    for finding in findings:
-        if finding.first is not None:
-            first, second = ("host" if site.host else site.actor for site in (finding.first, finding.second))
-            names.update(dict.fromkeys(log.implied((first, finding.first.last), (second, finding.second.position))))
-    return tuple(names)
-
-
-def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
-    """Return a request's greedy tokens without speculation. For a guided request, a loop that shares no engine code computes
-    them.
-    """
-    model, vision = subject.reference
-    tokens, media = subject.prompt(arrival)
-    if arrival.guided:
-        return Residues.greedy(model, tokens, arrival.max_tokens)
-    from outrider.engine.engine import Engine
-    from outrider.engine.requests.sampling import SamplingParams
-    from outrider_proof.tiny import plain_config
-
-    config = plain_config(max_requests=1, max_context=CONTEXT, dtype=subject.dtype)
-    engine = Engine(model, Registry().create("cpu"), config=config, vision=vision)
-    (completion,) = engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens), media=[media])
-    return completion.token_ids

@@ -22,12 +22,11 @@ from outrider.speculative.lookup import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
-from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
-from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, draft_length_of, limited_prefill_graphs
+from outrider_proof.checkpoints import IMAGE, picture, write_eagle, write_vision_checkpoint
+from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram
 from outrider_proof.guides import guide
 from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
-from outrider_proof.subjects import tiny_images
 from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
@@ -140,19 +139,10 @@ class Models:
             overlap=overlap,
             mode="fused" if mode == "fused" else "staged",
             graphs=mode == "graphs",
-            token_budget=program.token_budget,
         )
-        with limited_prefill_graphs(program):
-            return Engine(
-                self.target,
-                self.backend,
-                proposer=proposer,
-                config=config,
-                wrap_fence=wrap,
-                vision=self.vision,
-                draft_length=draft_length_of(program, proposer),
-                ranks=self.ranks,
-            )
+        return program.engine(
+            self.target, self.backend, proposer, config, wrap_fence=wrap, vision=self.vision, ranks=self.ranks
+        )
 
 
 def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
@@ -161,7 +151,7 @@ def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
         target=target,
         backend=backend,
         dtype=target.dtype,
-        directory=tiny_images().eagle,
+        directory=vision_eagle(),
         draft_tokens=3,
         topk=1,
     )
@@ -215,6 +205,14 @@ def vision_checkpoint() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     write_vision_checkpoint(directory, "qwen3_vl")
+    return directory
+
+
+@functools.cache
+def vision_eagle() -> Path:
+    """Return the directory of a random EAGLE head for :func:`vision_checkpoint`, written once per process."""
+    directory = vision_checkpoint() / "eagle"
+    write_eagle(directory)
     return directory
 
 

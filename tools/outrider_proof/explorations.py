@@ -18,7 +18,8 @@ from rich.text import Text
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
-from outrider_proof.decode_program import PARAMETER_FENCES, DecodeExplorer, HostProgram
+from outrider_proof.decode_explorer import PARAMETER_FENCES, DecodeExplorer
+from outrider_proof.decode_program import HostProgram
 from outrider_sanitizer.scripts import SIMULATED
 
 if TYPE_CHECKING:

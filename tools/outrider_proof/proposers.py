@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from outrider.speculative.proposer import Proposer
 
 
-_Eagle3 = TypeVar("_Eagle3", bound=Eagle3Weights)
+_Weights = TypeVar("_Weights", bound=DecoderWeights | EagleWeights | Eagle3Weights | DFlashWeights | MtpWeights)
+_Head = EagleHead | Eagle3Head | DFlashHead | MtpHead
 
 
 def table_part(table: Tensor, shards: Shards) -> Tensor:
@@ -143,45 +144,16 @@ def _experts_part(gate_up: Tensor, down: Tensor, shards: Shards) -> tuple[Tensor
     return gates, down[:, :, first:last].contiguous()
 
 
-def decoder_part(weights: DecoderWeights, config: ModelConfig, shards: Shards) -> DecoderWeights:
-    """Return this rank's part of a decoder's weights."""
-    embedding = table_part(weights.embedding, shards)
-    tied = weights.head is weights.embedding
-    return replace(
-        weights,
-        embedding=embedding,
-        head=embedding if tied else table_part(plain(weights.head), shards),
-        layers=tuple(layer_part(layer, config, shards) for layer in weights.layers),
-    )
-
-
-def eagle_part(weights: EagleWeights, config: ModelConfig, shards: Shards) -> EagleWeights:
-    """Return this rank's part of an EAGLE head with its own embedding."""
-    return replace(
-        weights,
-        embedding=table_part(weights.embedding, shards),
-        layers=tuple(layer_part(layer, config, shards) for layer in weights.layers),
-    )
-
-
-def eagle3_part(weights: _Eagle3, config: ModelConfig, shards: Shards) -> _Eagle3:
-    """Return this rank's part of an EAGLE-3 or P-EAGLE head with its own embedding."""
-    return replace(
-        weights,
-        embedding=table_part(weights.embedding, shards),
-        head=None if weights.head is None else table_part(plain(weights.head), shards),
-        layers=tuple(layer_part(layer, config, shards) for layer in weights.layers),
-    )
-
-
-def dflash_part(weights: DFlashWeights, config: ModelConfig, shards: Shards) -> DFlashWeights:
-    """Return this rank's part of a DFlash head."""
-    return replace(weights, layers=tuple(layer_part(layer, config, shards) for layer in weights.layers))
-
-
-def mtp_part(weights: MtpWeights, config: ModelConfig, shards: Shards) -> MtpWeights:
-    """Return this rank's part of an MTP head."""
-    return replace(weights, layers=tuple(layer_part(layer, config, shards) for layer in weights.layers))
+def part_of(weights: _Weights, config: ModelConfig, shards: Shards) -> _Weights:
+    """Return this rank's part of the weights of a decoder or a head with its own embedding; ``config`` describes the complete
+    model.
+    """
+    own: dict[str, Any] = {"layers": tuple(layer_part(layer, config, shards) for layer in weights.layers)}
+    for name in ("embedding", "head"):
+        table = getattr(weights, name, None)
+        if table is not None:
+            own[name] = table_part(plain(table), shards)
+    return replace(weights, **own)
 
 
 PROMPTS: list[tuple[int, ...]] = [(3,), (1, 2, 3, 4, 5)]
@@ -205,48 +177,39 @@ def decoder(
 ) -> Decoder:
     """Return the model on another backend with its kernels, or with ``kernels``; with ranks, this rank's part."""
     shards = or_single_rank(ranks).shards
-    weights = copy_to_device(decoder_part(model.weights, model.config, shards), backend.device)
+    weights = copy_to_device(part_of(model.weights, model.config, shards), backend.device)
     return Decoder(shards.local(model.config, "the model"), weights, kernels or backend.kernels_in_use, ranks)
+
+
+def _placed(head: _Head, target: Decoder) -> tuple[ModelConfig, Any, Decoder]:
+    """Return the first arguments of a head on the device of its target: config and weights of this rank, and the target."""
+    weights = copy_to_device(part_of(head.weights, head.config, target.shards), target.device)
+    return target.shards.local(head.config, "the head"), weights, target
 
 
 def eagle(target: Decoder) -> EagleHead:
     """Return the tiny EAGLE head on the device of its target."""
-    head = tiny.eagle_head()
-    weights = eagle_part(head.weights, head.config, target.shards)
-    return EagleHead(_local(head.config, target), copy_to_device(weights, target.device), target)
+    return EagleHead(*_placed(tiny.eagle_head(), target))
 
 
 def eagle3(target: Decoder) -> Eagle3Head:
     """Return the tiny EAGLE-3 head on the device of its target."""
     head = tiny.eagle3_head()
-    weights = eagle3_part(head.weights, head.config, target.shards)
-    return Eagle3Head(
-        _local(head.config, target),
-        copy_to_device(weights, target.device),
-        target,
-        aux_hidden_state_layers=head.aux_hidden_state_layers,
-    )
+    return Eagle3Head(*_placed(head, target), aux_hidden_state_layers=head.aux_hidden_state_layers)
 
 
 def peagle(target: Decoder) -> PEagleHead:
     """Return the tiny P-EAGLE head on the device of its target."""
     head = tiny.peagle_head()
-    return PEagleHead(
-        _local(head.config, target),
-        copy_to_device(eagle3_part(head.weights, head.config, target.shards), target.device),
-        target,
-        mask_token=head.mask_token,
-        aux_hidden_state_layers=head.aux_hidden_state_layers,
-    )
+    layers = head.aux_hidden_state_layers
+    return PEagleHead(*_placed(head, target), mask_token=head.mask_token, aux_hidden_state_layers=layers)
 
 
 def dflash(target: Decoder) -> DFlashHead:
     """Return the tiny DFlash head on the device of its target."""
     head = tiny.dflash_head()
     return DFlashHead(
-        _local(head.config, target),
-        copy_to_device(dflash_part(head.weights, head.config, target.shards), target.device),
-        target,
+        *_placed(head, target),
         block_size=head.block_size,
         mask_token=head.mask_token,
         aux_hidden_state_layers=head.aux_hidden_state_layers,
@@ -255,19 +218,7 @@ def dflash(target: Decoder) -> DFlashHead:
 
 def mtp(target: Decoder) -> list[MtpHead]:
     """Return the tiny MTP heads on the device of their target."""
-    return [
-        MtpHead(
-            _local(head.config, target),
-            copy_to_device(mtp_part(head.weights, head.config, target.shards), target.device),
-            target,
-            ahead=head.ahead,
-        )
-        for head in tiny.mtp_heads()
-    ]
-
-
-def _local(config: ModelConfig, target: Decoder) -> ModelConfig:
-    return target.shards.local(config, "the head")
+    return [MtpHead(*_placed(head, target), ahead=head.ahead) for head in tiny.mtp_heads()]
 
 
 def shape() -> DynamicTree:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from outrider.device.polling import poll
+from outrider.device.stream import poll
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend

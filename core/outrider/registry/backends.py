@@ -18,7 +18,7 @@ from outrider.device.plugin import (
     KernelHooks,
     KernelInfo,
 )
-from outrider.registry.plugins import Candidate, PluginGroup, Plugins, checked_product, sentence
+from outrider.registry.plugins import Candidate, PluginGroup, Plugins, sentence
 from outrider.registry.probing import PluginProbe, ProbeVerdict
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ BACKENDS = PluginGroup(
     noun="backend",
     hooks=BackendHooks,
     describe="backend_info",
+    create="create_backend",
+    product="outrider.device.Backend",
     info=BackendInfo,
     version=INTERFACE_VERSION,
 )
@@ -45,6 +47,8 @@ KERNELS = PluginGroup(
     noun="kernel set",
     hooks=KernelHooks,
     describe="kernel_info",
+    create="create_kernels",
+    product="outrider.device.KernelSet",
     info=KernelInfo,
     version=INTERFACE_VERSION,
 )
@@ -200,17 +204,14 @@ class Registry:
         offer = plugins.offer(spec.name)
         info = plugins.usable_info(offer)
         options = {key: value for key, value in spec.options.items() if key != KERNELS_OPTION}
-        product = plugins.create(
-            "create_backend",
+        backend: Backend = plugins.create(
+            offer,
             info,
             failure=f"backend {spec.name!r} is installed but device {spec.ordinal} couldn't be opened",
             advice=info.advice or "run `outrider doctor`",
             ordinal=spec.ordinal,
             options=options,
         )
-        from outrider.device.backend import Backend
-
-        backend: Backend = checked_product(offer, "create_backend", product, Backend, "outrider.device.Backend")
         if KERNELS_OPTION in spec.options:
             self._choose_kernels(backend, spec.name, spec.options[KERNELS_OPTION])
         return backend
@@ -224,16 +225,14 @@ class Registry:
             raise ConfigError(
                 f"kernel set {name!r} of {offer.distribution} is for {', '.join(info.backends)}, not for {backend_name!r}"
             )
-        product = plugins.create(
-            "create_kernels",
+        kernels = plugins.create(
+            offer,
             info,
             failure=f"kernel set {name!r} is installed but couldn't be made for {backend.label}",
             advice=info.advice,
             backend=backend,
         )
-        from outrider.device.kernels import KernelSet
-
-        backend.use_kernels(checked_product(offer, "create_kernels", product, KernelSet, "outrider.device.KernelSet"))
+        backend.use_kernels(kernels)
 
     def _probe(self) -> BackendSpec:
         candidates = self.candidates()

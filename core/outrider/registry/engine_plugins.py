@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from outrider.device.errors import ConfigError
 from outrider.registry.backends import parse_spec
-from outrider.registry.plugins import Candidate, PluginGroup, Plugins, checked_product
+from outrider.registry.plugins import Candidate, PluginGroup, Plugins
 from outrider.speculative.plugin import (
     BUILTIN_PROPOSERS,
     PROPOSER_VERSION,
@@ -19,8 +19,7 @@ from outrider.speculative.plugin import (
 )
 
 if TYPE_CHECKING:
-    from outrider.speculative.build import Builder, DraftOptions
-    from outrider.speculative.proposer import Proposer
+    from outrider.speculative.build import Builder
     from outrider.transports.link import Transport
 
 
@@ -29,6 +28,8 @@ PROPOSERS = PluginGroup(
     noun="proposer",
     hooks=ProposerHooks,
     describe="proposer_info",
+    create="create_proposer",
+    product="outrider.speculative.proposer.Proposer",
     info=ProposerInfo,
     version=PROPOSER_VERSION,
 )
@@ -56,18 +57,9 @@ def plugin_builders(name: str, other_builders: Collection[str] = ()) -> Mapping[
         installed = f"; plugins: {', '.join(plugins.names)}" if plugins.names else "; no plugin brings another one"
         names = ", ".join(sorted({*BUILTIN_PROPOSERS, *other_builders}))
         raise ConfigError(f"speculate is {speculate!r}; expected one of {names}{installed}")
-    plugins.usable_info(plugins.offer(name))
-    return {name: lambda options: _build(plugins, name, options)}
-
-
-def _build(plugins: Plugins[ProposerInfo], name: str, options: DraftOptions) -> Proposer:
-    from outrider.speculative.proposer import Proposer
-
-    offer, hook = plugins.offer(name), "create_proposer"
-    failure = f"plugin {offer.label}: hook {hook} failed"
-    product = plugins.create(hook, plugins.info(name), failure=failure, options=options)
-    proposer: Proposer = checked_product(offer, hook, product, Proposer, "outrider.speculative.proposer.Proposer")
-    return proposer
+    offer = plugins.offer(name)
+    info = plugins.usable_info(offer)
+    return {name: lambda options: plugins.create(offer, info, options=options)}
 
 
 def get_transport(name: str) -> Transport:
@@ -75,7 +67,6 @@ def get_transport(name: str) -> Transport:
 
     Raises :class:`ConfigError` for an unknown name or option, and the errors of :meth:`Plugins.usable_info`.
     """
-    from outrider.transports.link import Transport
     from outrider.transports.plugin import TRANSPORT_VERSION, TRANSPORTS_GROUP, TransportHooks, TransportInfo
 
     group = PluginGroup(
@@ -83,6 +74,8 @@ def get_transport(name: str) -> Transport:
         noun="transport",
         hooks=TransportHooks,
         describe="transport_info",
+        create="create_transport",
+        product="outrider.transports.Transport",
         info=TransportInfo,
         version=TRANSPORT_VERSION,
     )
@@ -96,7 +89,5 @@ def get_transport(name: str) -> Transport:
         raise ConfigError(
             f"the transport {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(info.options) or 'none'}"
         )
-    hook = "create_transport"
-    product = plugins.create(hook, info, failure=f"plugin {offer.label}: hook {hook} failed", options=spec.options)
-    transport: Transport = checked_product(offer, hook, product, Transport, "outrider.transports.Transport")
+    transport: Transport = plugins.create(offer, info, options=spec.options)
     return transport

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint
 from os import PathLike
 from pathlib import Path
@@ -128,6 +129,10 @@ class PluginGroup(Generic[Info]):
     """The class whose methods are the hook specifications."""
     describe: str
     """The name of the hook that returns a plugin's description."""
+    create: str
+    """The name of the hook that creates a plugin's product."""
+    product: str
+    """The public name of the product's class, with its module. The module may need torch, so it is imported late."""
     info: type[Info]
     """The class of a plugin's description."""
     version: int
@@ -260,20 +265,29 @@ class Plugins(Generic[Info]):
         results = self._manager.subset_hook_caller(hook, others)(**arguments)
         return results[0] if results else None  # pluggy omits results that are None
 
-    def create(self, hook: str, info: Info, *, failure: str, advice: str = "", **arguments: Any) -> Any:
-        """Call the hook of a described plugin that creates its product, and adapt the product to this interface version.
+    def create(self, offer: Offer, info: Info, *, failure: str = "", advice: str = "", **arguments: Any) -> Any:
+        """Create the product of a described plugin, and adapt it to this interface version.
 
         Raises the plugin's own :class:`OutriderError`, or :class:`BackendLoadError` with the texts ``failure`` and
-        ``advice`` for every other error.
+        ``advice`` for every other error, and :class:`PluginContractError` for a product of another class.
         """
+        group = self.group
         try:
-            product = self.call(hook, info.name, **arguments)
-            is_current = info.interface_max >= self.group.version
-            return product if is_current else self.group.adapters[info.interface_max](product)
+            product = self.call(group.create, info.name, **arguments)
+            if info.interface_max < group.version:
+                product = group.adapters[info.interface_max](product)
         except (OutriderError, KeyboardInterrupt):
             raise
         except BaseException as error:
+            failure = failure or f"plugin {offer.label}: hook {group.create} failed"
             raise BackendLoadError(sentence(failure, describe_error(error), advice)) from error
+        module, _, expected = group.product.rpartition(".")
+        if not isinstance(product, getattr(import_module(module), expected)):
+            raise PluginContractError(
+                f"plugin {offer.label}: hook {group.create} returned {type_name(product)}, expected a {expected}; the class "
+                f"must subclass {group.product}"
+            )
+        return product
 
     def describe(self, offer: Offer) -> Info:
         """Load and audit one plugin, and return its description.
@@ -441,16 +455,6 @@ def _hook_signatures(hooks: type) -> dict[str, str]:
             text = f"{name}{signature.replace(parameters=list(signature.parameters.values())[1:])}"
             signatures[name] = text.replace("'", "")  # postponed annotations have quotation marks
     return signatures
-
-
-def checked_product(offer: Offer, hook: str, product: Any, expected: type[Any], public_name: str) -> Any:
-    """Return ``product`` if it is an instance of ``expected``; raise :class:`PluginContractError` otherwise."""
-    if not isinstance(product, expected):
-        raise PluginContractError(
-            f"plugin {offer.label}: hook {hook} returned {type_name(product)}, expected a {expected.__name__}; the class "
-            f"must subclass {public_name}"
-        )
-    return product
 
 
 def sentence(*parts: str) -> str:

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device.kernels.checks import expect
+from outrider.device.kernels.operators import expect
 from outrider_triton.experts.jit import large_m
 from outrider_triton.experts.jit import unquantized as jit
 from outrider_triton.launch import define, launch, power_of_two

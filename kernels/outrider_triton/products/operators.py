@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from outrider.device.kernels.checks import expect
+from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products import streamed
 from outrider_triton.products.jit import fused, matmul

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.device.kernels.checks import expect
+from outrider.device.kernels.operators import expect
 from outrider_triton.jit.tma_pipeline import PAIRS, PIECE_COLUMNS
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.products.jit import large_m_gates, streamed

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device.kernels.checks import expect
+from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch
 from outrider_triton.products import streamed
 from outrider_triton.quantized.jit import nibble_planes, nibble_planes_gated

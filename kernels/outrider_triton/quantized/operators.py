@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from outrider.device import QuantizedWeight
-from outrider.device.kernels.checks import expect
+from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.streamed import multiply
 from outrider_triton.quantized.formats import TRITON_FORMATS

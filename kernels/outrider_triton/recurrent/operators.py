@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device.kernels.checks import expect
+from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.recurrent.jit import chunks as jit_chunks
 from outrider_triton.recurrent.jit import steps as jit

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from outrider.device import RotaryArgs
-from outrider.device.kernels.checks import check_copy, expect
+from outrider.device.kernels.operators import check_copy, expect
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.quantized.nibble_planes import allocate_rows, row_stride
 from outrider_triton.rows import jit

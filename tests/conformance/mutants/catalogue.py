@@ -34,6 +34,16 @@ def patch(owner, name, make):
     setattr(owner, name, make(original))
 
 
+def patched(owner, name):
+    """Decorate the function that takes the place of a method; it gets the original method as its first argument."""
+
+    def decorate(function):
+        patch(owner, name, lambda original: lambda *arguments, **options: function(original, *arguments, **options))
+        return function
+
+    return decorate
+
+
 def other(stream):
     """Another stream of the same backend, the one made before it if there is one."""
     streams = stream.backend.streams
@@ -43,16 +53,12 @@ def other(stream):
 def previous(base):
     """Let events remember the record before the latest one, as ``before``, and their first, as ``first``."""
 
-    def make(original):
-        def record(self, event):
-            old = base.get_record(event)
-            original(self, event)
-            event.before = old if old is not None else base.get_record(event)
-            event.first = getattr(event, "first", base.get_record(event))
-
-        return record
-
-    patch(base.stream, "_record", make)
+    @patched(base.stream, "_record")
+    def record(original, self, event):
+        old = base.get_record(event)
+        original(self, event)
+        event.before = old if old is not None else base.get_record(event)
+        event.first = getattr(event, "first", base.get_record(event))
 
 
 def under(base, event, record, call):

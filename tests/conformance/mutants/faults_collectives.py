@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from conformance.mutants.catalogue import Mutant, patch
+from conformance.mutants.catalogue import Mutant, patch, patched
 
 LEVEL = 6
 
@@ -58,73 +58,53 @@ def _always_sums(base):
 
 
 def _own_bits(base):
-    def make(inner):
-        def all_reduce(group, tensor, reduction):
-            inner(group, tensor, reduction)
-            if group.rank and tensor.is_floating_point():
-                tensor.mul_(1 + torch.finfo(tensor.dtype).eps)
-
-        return all_reduce
-
-    patch(_torch_group(), "_all_reduce", make)
+    @patched(_torch_group(), "_all_reduce")
+    def all_reduce(inner, group, tensor, reduction):
+        inner(group, tensor, reduction)
+        if group.rank and tensor.is_floating_point():
+            tensor.mul_(1 + torch.finfo(tensor.dtype).eps)
 
 
 def _stale_operand(base):
-    def make(inner):
-        def all_reduce(group, tensor, reduction):
-            kept = getattr(group, "kept", None)
-            group.kept = tensor.clone()
-            if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
-                tensor.copy_(kept)
-            inner(group, tensor, reduction)
-
-        return all_reduce
-
-    patch(_torch_group(), "_all_reduce", make)
+    @patched(_torch_group(), "_all_reduce")
+    def all_reduce(inner, group, tensor, reduction):
+        kept = getattr(group, "kept", None)
+        group.kept = tensor.clone()
+        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
+            tensor.copy_(kept)
+        inner(group, tensor, reduction)
 
 
 def _drops_the_rest(base):
-    def make(inner):
-        def all_reduce(group, tensor, reduction):
-            flat = tensor.view(-1)
-            inner(group, flat[: max(len(flat) // 4 * 4, 1)], reduction)
-
-        return all_reduce
-
-    patch(_torch_group(), "_all_reduce", make)
+    @patched(_torch_group(), "_all_reduce")
+    def all_reduce(inner, group, tensor, reduction):
+        flat = tensor.view(-1)
+        inner(group, flat[: max(len(flat) // 4 * 4, 1)], reduction)
 
 
 def _early_return(base):
     import threading
 
-    def make(inner):
-        def all_reduce(group, tensor, reduction):
-            made = tensor.clone()
+    @patched(_torch_group(), "_all_reduce")
+    def all_reduce(inner, group, tensor, reduction):
+        made = tensor.clone()
 
-            def later():
-                inner(group, made, reduction)
-                tensor.copy_(made)
+        def later():
+            inner(group, made, reduction)
+            tensor.copy_(made)
 
-            before = getattr(group, "under_way", None)
-            if before is not None:
-                before.join()
-            group.under_way = threading.Thread(target=later, daemon=True)
-            group.under_way.start()
-
-        return all_reduce
-
-    patch(_torch_group(), "_all_reduce", make)
+        before = getattr(group, "under_way", None)
+        if before is not None:
+            before.join()
+        group.under_way = threading.Thread(target=later, daemon=True)
+        group.under_way.start()
 
 
 def _swapped_gather(base):
-    def make(inner):
-        def all_gather(group, output, tensor):
-            inner(group, output, tensor)
-            output.copy_(output.flip(0))
-
-        return all_gather
-
-    patch(_torch_group(), "_all_gather", make)
+    @patched(_torch_group(), "_all_gather")
+    def all_gather(inner, group, output, tensor):
+        inner(group, output, tensor)
+        output.copy_(output.flip(0))
 
 
 def _swapped_scatter(base):
@@ -136,14 +116,10 @@ def _swapped_scatter(base):
 
 
 def _swapped_halves(base):
-    def make(inner):
-        def all_to_all(group, output, tensor):
-            inner(group, output, tensor)
-            output.copy_(output.flip(0))
-
-        return all_to_all
-
-    patch(_torch_group(), "_all_to_all", make)
+    @patched(_torch_group(), "_all_to_all")
+    def all_to_all(inner, group, output, tensor):
+        inner(group, output, tensor)
+        output.copy_(output.flip(0))
 
 
 def _first_root(base):
@@ -151,24 +127,16 @@ def _first_root(base):
 
 
 def _world_root(base):
-    def make(inner):
-        def broadcast(group, tensor, root):
-            inner(group, tensor, group.ranks.index(root) if root in group.ranks else root)
-
-        return broadcast
-
-    patch(_torch_group(), "_broadcast", make)
+    @patched(_torch_group(), "_broadcast")
+    def broadcast(inner, group, tensor, root):
+        inner(group, tensor, group.ranks.index(root) if root in group.ranks else root)
 
 
 def _old_message(base):
-    def make(inner):
-        def send(group, tensor, to):
-            kept, group.kept = getattr(group, "kept", tensor), tensor.clone()
-            inner(group, kept if kept.shape == tensor.shape and kept.dtype == tensor.dtype else tensor, to)
-
-        return send
-
-    patch(_torch_group(), "_send", make)
+    @patched(_torch_group(), "_send")
+    def send(inner, group, tensor, to):
+        kept, group.kept = getattr(group, "kept", tensor), tensor.clone()
+        inner(group, kept if kept.shape == tensor.shape and kept.dtype == tensor.dtype else tensor, to)
 
 
 def _old_group(base):
@@ -197,30 +165,22 @@ def _mixed_up(base):
 
 
 def _no_limit(base):
-    def make(inner):
-        def create(backend, name, ranks, rank, store, timeout_s):
-            return inner(backend, name, ranks, rank, store, 600.0)
-
-        return create
-
-    patch(base.backend, "_create_group", make)
+    @patched(base.backend, "_create_group")
+    def create(inner, backend, name, ranks, rank, store, timeout_s):
+        return inner(backend, name, ranks, rank, store, 600.0)
 
 
 def _swallowed(base):
     from outrider.device import CollectiveError
 
-    def make(inner):
-        def run(group, start):
-            try:
-                return inner(group, start)
-            except CollectiveError:
-                if group.last_call is None:
-                    raise
-                return None
-
-        return run
-
-    patch(_torch_group(), "_run", make)
+    @patched(_torch_group(), "_run")
+    def run(inner, group, start):
+        try:
+            return inner(group, start)
+        except CollectiveError:
+            if group.last_call is None:
+                raise
+            return None
 
 
 def _untyped(base):
@@ -238,16 +198,12 @@ def _untyped(base):
 
 def _elsewhere(verb):
     def apply(base):
-        def make(inner):
-            def call(group, *operands):
-                if not hasattr(group, "elsewhere"):
-                    group.elsewhere = group.backend.create_stream("elsewhere")
-                with group.backend._on(group.elsewhere):
-                    inner(group, *operands)
-
-            return call
-
-        patch(_sim_group(), verb, make)
+        @patched(_sim_group(), verb)
+        def call(inner, group, *operands):
+            if not hasattr(group, "elsewhere"):
+                group.elsewhere = group.backend.create_stream("elsewhere")
+            with group.backend._on(group.elsewhere):
+                inner(group, *operands)
 
     return apply
 
@@ -256,84 +212,61 @@ def _ahead(verb):
     """The call runs on a stream of its own, which nothing holds back; the caller's stream waits for it."""
 
     def apply(base):
-        def make(inner):
-            def call(group, *operands):
-                backend = group.backend
-                if backend.active_capture is not None:
-                    inner(group, *operands)
-                    return
-                if not hasattr(group, "ahead"):
-                    group.ahead, group.joined = backend.create_stream("ahead"), backend.create_event("joined")
-                with backend._on(group.ahead):
-                    inner(group, *operands)
-                group.ahead.record(group.joined)
-                group.called_on.wait(group.joined)
+        @patched(_sim_group(), verb)
+        def call(inner, group, *operands):
+            backend = group.backend
+            if backend.active_capture is not None:
+                inner(group, *operands)
+                return
+            if not hasattr(group, "ahead"):
+                group.ahead, group.joined = backend.create_stream("ahead"), backend.create_event("joined")
+            with backend._on(group.ahead):
+                inner(group, *operands)
+            group.ahead.record(group.joined)
+            group.called_on.wait(group.joined)
 
-            return call
-
-        patch(_sim_group(), verb, make)
         from outrider.device import Group
 
-        def told(inner):
-            def call(group, kind, stream, *operands, **options):
-                group.called_on = stream
-                return inner(group, kind, stream, *operands, **options)
-
-            return call
-
-        patch(Group, "_call", told)
+        @patched(Group, "_call")
+        def note_stream(inner, group, kind, stream, *operands, **options):
+            group.called_on = stream
+            return inner(group, kind, stream, *operands, **options)
 
     return apply
 
 
 def _host_waits(base):
-    def make(inner):
-        def all_reduce(group, tensor, reduction):
-            inner(group, tensor, reduction)
-            if group.backend.active_capture is None:
-                group.backend._synchronize()
-
-        return all_reduce
-
-    patch(_sim_group(), "_all_reduce", make)
+    @patched(_sim_group(), "_all_reduce")
+    def all_reduce(inner, group, tensor, reduction):
+        inner(group, tensor, reduction)
+        if group.backend.active_capture is None:
+            group.backend._synchronize()
 
 
 def _early_read(base):
-    def make(inner):
-        def all_to_all(group, output, tensor):
-            now = torch.empty_like(tensor)
-            now._inner.copy_(tensor._inner)  # of what is there, in no order
-            group.kept = [*getattr(group, "kept", []), now]
-            inner(group, output, now)
-
-        return all_to_all
-
-    patch(_sim_group(), "_all_to_all", make)
+    @patched(_sim_group(), "_all_to_all")
+    def all_to_all(inner, group, output, tensor):
+        now = torch.empty_like(tensor)
+        now._inner.copy_(tensor._inner)  # copies the values of this moment, in no order with other work
+        group.kept = [*getattr(group, "kept", []), now]
+        inner(group, output, now)
 
 
 def _late_write(base):
-    def make(inner):
-        def reduce_scatter(group, output, tensor, reduction):
-            kept = getattr(group, "kept", None)
-            made = torch.empty_like(output)
-            inner(group, made, tensor, reduction)
-            if kept is not None:
-                kept[0].copy_(kept[1])
-            group.kept = output, made
-
-        return reduce_scatter
-
-    patch(_sim_group(), "_reduce_scatter", make)
+    @patched(_sim_group(), "_reduce_scatter")
+    def reduce_scatter(inner, group, output, tensor, reduction):
+        kept = getattr(group, "kept", None)
+        made = torch.empty_like(output)
+        inner(group, made, tensor, reduction)
+        if kept is not None:
+            kept[0].copy_(kept[1])
+        group.kept = output, made
 
 
 def _captures_nothing(base):
     """A captured call runs once, when it's captured, and in no replay."""
 
-    def make(inner):
-        def issue(group, compute, read, write, channel=None):
-            if group.backend.active_capture is None:
-                inner(group, compute, read, write, channel)
-
-        return issue
-
-    patch(_sim_group(), "_issue", make)
+    @patched(_sim_group(), "_issue")
+    def issue(inner, group, compute, read, write, channel=None):
+        if group.backend.active_capture is None:
+            inner(group, compute, read, write, channel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conformance.mutants.catalogue import Mutant, patch
+from conformance.mutants.catalogue import Mutant, patch, patched
 
 THREADS, NPU = "threads", "sim like npu"
 
@@ -37,12 +37,10 @@ def _host_wait(base):
 def _counting(base):
     import threading
 
-    def make(original):
-        def init(self, backend, name):
-            original(self, backend, name)
-            self.count, self.lock = 0, threading.Lock()
-
-        return init
+    @patched(base.flag, "__init__")
+    def init(original, self, backend, name):
+        original(self, backend, name)
+        self.count, self.lock = 0, threading.Lock()
 
     def up(self):
         with self.lock:
@@ -55,21 +53,16 @@ def _counting(base):
             if not self.count:
                 self._flag.clear()
 
-    patch(base.flag, "__init__", make)
     base.flag._set = lambda self, stream: stream.put(lambda: up(self))
     base.flag._reset = lambda self, stream: stream.put(lambda: down(self))
 
 
 def _one_flag(base):
-    def make(original):
-        def create(self, name):
-            flag = original(self, name)
-            flag._flag = self.__dict__.setdefault("shared_flag", flag._flag)
-            return flag
-
-        return create
-
-    patch(base.backend, "_create_flag", make)
+    @patched(base.backend, "_create_flag")
+    def create(original, self, name):
+        flag = original(self, name)
+        flag._flag = self.__dict__.setdefault("shared_flag", flag._flag)
+        return flag
 
 
 def _starts_up(base):
@@ -92,31 +85,23 @@ def _not_in_graph(name):
 def _rebind_at_once(base):
     from outrider_sim.machine.graphs import GraphProgram
 
-    def make(original):
-        def rebind(self, other, stream):
-            def now(op, where):
-                op.fn()
+    @patched(GraphProgram, "rebind")
+    def rebind(original, self, other, stream):
+        def now(op, where):
+            op.fn()
 
-            self.sim.machine.enqueue = now
-            try:
-                original(self, other, stream)
-            finally:
-                del self.sim.machine.enqueue
-
-        return rebind
-
-    patch(GraphProgram, "rebind", make)
+        self.sim.machine.enqueue = now
+        try:
+            original(self, other, stream)
+        finally:
+            del self.sim.machine.enqueue
 
 
 def _rebind_late(base):
-    def make(original):
-        def update(self, params, stream):
-            original(self, getattr(self, "_late", {key: p.value for key, p in self.context.params.items()}), stream)
-            self._late = dict(params)
-
-        return update
-
-    patch(base.graph, "_update_params", make)
+    @patched(base.graph, "_update_params")
+    def update(original, self, params, stream):
+        original(self, getattr(self, "_late", {key: p.value for key, p in self.context.params.items()}), stream)
+        self._late = dict(params)
 
 
 def _rebind_alias(base):
@@ -125,42 +110,32 @@ def _rebind_alias(base):
     def update(self, params, *, stream):
         self._update_params(params, stream)
 
-    def make(original):
-        def replay(self, stream):
-            if getattr(self, "_aliased", None):
-                original_update(self, {key: tuple(value) for key, value in self._aliased.items()}, stream)
-            original(self, stream)
-
-        return replay
+    @patched(base.graph, "_replay")
+    def replay(original, self, stream):
+        if getattr(self, "_aliased", None):
+            original_update(self, {key: tuple(value) for key, value in self._aliased.items()}, stream)
+        original(self, stream)
 
     original_update = base.graph._update_params
 
     def keep(self, params, stream):
         self._aliased = dict(params)
 
-    def checked(original):
-        def outer(self, params, *, stream):
-            original(self, params, stream=stream)
-            self._aliased = dict(params)
-
-        return outer
+    @patched(Graph, "update_params")
+    def outer(original, self, params, *, stream):
+        original(self, params, stream=stream)
+        self._aliased = dict(params)
 
     base.graph._update_params = keep
-    patch(Graph, "update_params", checked)
-    patch(base.graph, "_replay", make)
 
 
 def _rebind_other(base):
-    def make(original):
-        def update(self, params, stream):
-            wrong = {"n": "unused", "unused": "n"}
-            now = {key: param.value for key, param in self.context.params.items()}
-            swapped = {wrong.get(key, key): value for key, value in params.items()}
-            original(self, {**now, **swapped} if len(now) > 1 else params, stream)
-
-        return update
-
-    patch(base.graph, "_update_params", make)
+    @patched(base.graph, "_update_params")
+    def update(original, self, params, stream):
+        wrong = {"n": "unused", "unused": "n"}
+        now = {key: param.value for key, param in self.context.params.items()}
+        swapped = {wrong.get(key, key): value for key, value in params.items()}
+        original(self, {**now, **swapped} if len(now) > 1 else params, stream)
 
 
 def _silent_rebind(base):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 
-from conformance.mutants.catalogue import Mutant, patch
+from conformance.mutants.catalogue import Mutant, patch, patched
 
 THREADS, SIM = "threads", "sim"
 
@@ -67,15 +67,11 @@ def _eager(base):
 
 def _program(change):
     def apply(base):
-        def make(original):
-            def capture(self, *arguments):
-                graph = original(self, *arguments)
-                graph.program[:] = change(graph.program)
-                return graph
-
-            return capture
-
-        patch(base.backend, "_capture", make)
+        @patched(base.backend, "_capture")
+        def capture(original, self, *arguments):
+            graph = original(self, *arguments)
+            graph.program[:] = change(graph.program)
+            return graph
 
     return apply
 
@@ -83,13 +79,9 @@ def _program(change):
 def _inside(base, change):
     """`change(fn)` is captured in the place of the callable."""
 
-    def make(original):
-        def capture(self, name, fn, context, stream, pool):
-            return original(self, name, lambda given: change(self, fn, given, stream), context, stream, pool)
-
-        return capture
-
-    patch(base.backend, "_capture", make)
+    @patched(base.backend, "_capture")
+    def capture(original, self, name, fn, context, stream, pool):
+        return original(self, name, lambda given: change(self, fn, given, stream), context, stream, pool)
 
 
 def _not_captured(base):
@@ -138,48 +130,36 @@ def _dresses_up(base):
 
 
 def _stays_open(base):
-    def make(original):
-        def capture(self, *arguments):
-            try:
-                return original(self, *arguments)
-            except BaseException:
-                self._thread.program = []
-                raise
-
-        return capture
-
-    patch(base.backend, "_capture", make)
+    @patched(base.backend, "_capture")
+    def capture(original, self, *arguments):
+        try:
+            return original(self, *arguments)
+        except BaseException:
+            self._thread.program = []
+            raise
 
 
 def _stays_current(base):
-    def make(original):
-        def capture(self, name, fn, context, stream, pool):
-            before = getattr(self._thread, "stream", None)
-            try:
-                return original(self, name, fn, context, stream, pool)
-            finally:
-                if before is not None:
-                    self._thread.stream = stream
-
-        return capture
-
-    patch(base.backend, "_capture", make)
+    @patched(base.backend, "_capture")
+    def capture(original, self, name, fn, context, stream, pool):
+        before = getattr(self._thread, "stream", None)
+        try:
+            return original(self, name, fn, context, stream, pool)
+        finally:
+            if before is not None:
+                self._thread.stream = stream
 
 
 def _dead_stream(base):
-    def make(original):
-        def capture(self, name, fn, context, stream, pool):
-            try:
-                return original(self, name, fn, context, stream, pool)
-            except BaseException:
-                stream.worker.put = lambda task: (
-                    None if "reach" not in str(task) else type(stream.worker).put(stream.worker, task)
-                )
-                raise
-
-        return capture
-
-    patch(base.backend, "_capture", make)
+    @patched(base.backend, "_capture")
+    def capture(original, self, name, fn, context, stream, pool):
+        try:
+            return original(self, name, fn, context, stream, pool)
+        except BaseException:
+            stream.worker.put = lambda task: (
+                None if "reach" not in str(task) else type(stream.worker).put(stream.worker, task)
+            )
+            raise
 
 
 def _global_capture(base):
@@ -198,28 +178,20 @@ def _global_capture(base):
             else:
                 setattr(self.thread, name, value)
 
-    def make(original):
-        def init(self):
-            original(self)
-            self._thread = Everywhere(self._thread)
-
-        return init
-
-    patch(base.backend, "__init__", make)
+    @patched(base.backend, "__init__")
+    def init(original, self):
+        original(self)
+        self._thread = Everywhere(self._thread)
 
 
 def _branch_lost(base):
-    def make(original):
-        def put(self, task):
-            program = self._backend.program
-            if program is not None and self is not self._backend._local.capture_stream:
-                self.worker.put(task)
-            else:
-                original(self, task)
-
-        return put
-
-    patch(base.stream, "put", make)
+    @patched(base.stream, "put")
+    def put(original, self, task):
+        program = self._backend.program
+        if program is not None and self is not self._backend._local.capture_stream:
+            self.worker.put(task)
+        else:
+            original(self, task)
 
 
 def _unmarked(base):
@@ -288,31 +260,23 @@ def _detached(tensor):
 
 
 def _weak_buffers(base):
-    def make(original):
-        def init(self, backend, name, context, *rest):
-            original(self, backend, name, context, *rest)
-            for key in ("inputs", "outputs"):
-                object.__setattr__(context, key, weakref.WeakValueDictionary(getattr(context, key)))
-
-        return init
-
-    patch(base.graph, "__init__", make)
+    @patched(base.graph, "__init__")
+    def init(original, self, backend, name, context, *rest):
+        original(self, backend, name, context, *rest)
+        for key in ("inputs", "outputs"):
+            object.__setattr__(context, key, weakref.WeakValueDictionary(getattr(context, key)))
 
 
 def _old_inputs(base):
-    def make(original):
-        def run(self):
-            now = {key: tensor.clone() for key, tensor in self.context.inputs.items()}
-            for key, tensor in getattr(self, "_old", now).items():
-                self.context.inputs[key].copy_(tensor)
-            original(self)
-            for key, tensor in now.items():
-                self.context.inputs[key].copy_(tensor)
-            self._old = now
-
-        return run
-
-    patch(base.graph, "_run", make)
+    @patched(base.graph, "_run")
+    def run(original, self):
+        now = {key: tensor.clone() for key, tensor in self.context.inputs.items()}
+        for key, tensor in getattr(self, "_old", now).items():
+            self.context.inputs[key].copy_(tensor)
+        original(self)
+        for key, tensor in now.items():
+            self.context.inputs[key].copy_(tensor)
+        self._old = now
 
 
 def _beside(base):
@@ -327,15 +291,12 @@ def _beside(base):
 
 def _origin(which):
     def apply(base):
-        def make(original):
-            def capture(self, name, fn, context, stream, pool):
-                graph = original(self, name, fn, context, stream, pool)
-                graph.captured_on = stream
-                return graph
+        @patched(base.backend, "_capture")
+        def capture(original, self, name, fn, context, stream, pool):
+            graph = original(self, name, fn, context, stream, pool)
+            graph.captured_on = stream
+            return graph
 
-            return capture
-
-        patch(base.backend, "_capture", make)
         patch(base.graph, "_replay", lambda original: lambda self, stream: original(self, self.captured_on))
 
     return apply
@@ -368,10 +329,6 @@ def _one_pool(base):
 
     pools = {}
 
-    def make(original):
-        def init(self, sim, name, pool, *rest):
-            original(self, sim, name, pools.setdefault(id(sim), Pool("the one")), *rest)
-
-        return init
-
-    patch(OpenCapture, "__init__", make)
+    @patched(OpenCapture, "__init__")
+    def init(original, self, sim, name, pool, *rest):
+        original(self, sim, name, pools.setdefault(id(sim), Pool("the one")), *rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conformance.mutants.catalogue import Mutant, other, patch
+from conformance.mutants.catalogue import Mutant, other, patch, patched
 
 THREADS, SIM = "threads", "sim"
 
@@ -45,15 +45,11 @@ def mutants() -> Iterator[Mutant]:
 
 
 def _same_pinned(base):
-    def make(original):
-        kept = {}
+    kept = {}
 
-        def empty(self, shape, dtype):
-            return kept.setdefault((shape, dtype), original(self, shape, dtype))
-
-        return empty
-
-    patch(base.backend, "_empty_pinned", make)
+    @patched(base.backend, "_empty_pinned")
+    def empty(original, self, shape, dtype):
+        return kept.setdefault((shape, dtype), original(self, shape, dtype))
 
 
 def _pinned_dtype(base):
@@ -153,40 +149,28 @@ def _frozen_memory(base):
 def _reversed_memory(base):
     from dataclasses import replace
 
-    def make(original):
-        def info(self):
-            found = original(self)
-            return replace(found, allocated=found.free, free=max(found.allocated, 1))
-
-        return info
-
-    patch(base.backend, "memory_info", make)
+    @patched(base.backend, "memory_info")
+    def info(original, self):
+        found = original(self)
+        return replace(found, allocated=found.free, free=max(found.allocated, 1))
 
 
 def _locate_off(base):
     from dataclasses import replace
 
-    def make(original):
-        def locate(self, tensor):
-            place = original(self, tensor)
-            return replace(place, start=place.start + 1)
-
-        return locate
-
-    patch(base.backend, "locate", make)
+    @patched(base.backend, "locate")
+    def locate(original, self, tensor):
+        place = original(self, tensor)
+        return replace(place, start=place.start + 1)
 
 
 def _attached(base, change):
     """The observer that is attached is a changed one."""
 
-    def make(original):
-        def attach(self, observer):
-            change(observer)
-            original(self, observer)
-
-        return attach
-
-    patch(base.backend, "attach", make)
+    @patched(base.backend, "attach")
+    def attach(original, self, observer):
+        change(observer)
+        original(self, observer)
 
 
 def _writes_untold(base):
@@ -242,12 +226,8 @@ def _release_waits(base):
 
 
 def _one_fence(base):
-    def make(original):
-        def create(self, name):
-            fence = original(self, name)
-            fence.event = self.__dict__.setdefault("shared", fence.event)
-            return fence
-
-        return create
-
-    patch(base.sync, "create_fence", make)
+    @patched(base.sync, "create_fence")
+    def create(original, self, name):
+        fence = original(self, name)
+        fence.event = self.__dict__.setdefault("shared", fence.event)
+        return fence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 
-from conformance.mutants.catalogue import Mutant, patch
+from conformance.mutants.catalogue import Mutant, patch, patched
 
 THREADS = "threads"
 
@@ -78,44 +78,32 @@ def _two_workers(base):
 
     from outrider_threads import worker
 
-    def make(original):
-        def start(self, *arguments):
-            original(self, *arguments)
-            threading.Thread(target=worker._run, args=(self._state,), daemon=True).start()
-
-        return start
-
-    patch(worker.Worker, "__init__", make)
+    @patched(worker.Worker, "__init__")
+    def start(original, self, *arguments):
+        original(self, *arguments)
+        threading.Thread(target=worker._run, args=(self._state,), daemon=True).start()
 
 
 def _one_worker(base):
     shared = []
 
-    def make(original):
-        def init(self, backend, name):
-            original(self, backend, name)
-            if not backend.streams:
-                shared.clear()
-            shared.append(self.worker)
-            self.worker = shared[0]
-
-        return init
-
-    patch(base.stream, "__init__", make)
+    @patched(base.stream, "__init__")
+    def init(original, self, backend, name):
+        original(self, backend, name)
+        if not backend.streams:
+            shared.clear()
+        shared.append(self.worker)
+        self.worker = shared[0]
 
 
 def _recycled(after):
     def apply(base):
-        def make(original):
-            def init(self, backend, name):
-                original(self, backend, name)
-                made = backend.streams
-                if len(made) >= after:
-                    self.worker = made[len(made) % after].worker
-
-            return init
-
-        patch(base.stream, "__init__", make)
+        @patched(base.stream, "__init__")
+        def init(original, self, backend, name):
+            original(self, backend, name)
+            made = backend.streams
+            if len(made) >= after:
+                self.worker = made[len(made) % after].worker
 
     return apply
 
@@ -148,17 +136,13 @@ def _late_record(base):
 
 
 def _record_joins_all(base):
-    def make(original):
-        def record(self, event):
-            if self._backend.program is None:
-                for stream in self.backend.streams:
-                    if stream is not self:
-                        self.worker.put(stream.worker.mark().wait)
-            original(self, event)
-
-        return record
-
-    patch(base.stream, "_record", make)
+    @patched(base.stream, "_record")
+    def record(original, self, event):
+        if self._backend.program is None:
+            for stream in self.backend.streams:
+                if stream is not self:
+                    self.worker.put(stream.worker.mark().wait)
+        original(self, event)
 
 
 def _late_binding(base):
@@ -170,23 +154,16 @@ def _late_binding(base):
 
 
 def _waits_for_stream(base):
-    def make(original):
-        def wait(self, event):
-            if self._backend.program is None:
-                event.mark = event.on.mark()
-            original(self, event)
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        if self._backend.program is None:
+            event.mark = event.on.mark()
+        original(self, event)
 
-        return wait
-
-    def record(original):
-        def recorded(self, event):
-            original(self, event)
-            event.on = self.worker
-
-        return recorded
-
-    patch(base.stream, "_record", record)
-    patch(base.stream, "_wait", make)
+    @patched(base.stream, "_record")
+    def recorded(original, self, event):
+        original(self, event)
+        event.on = self.worker
 
 
 def _wait_one_late(base):
@@ -194,17 +171,14 @@ def _wait_one_late(base):
         if self._backend.program is None:
             self.waiting = [*getattr(self, "waiting", []), event.mark]
 
-    def put(original):
-        def late(self, task):
-            original(self, task)
-            for mark in getattr(self, "waiting", []):
-                self.worker.put(mark.wait)
-            self.waiting = []
-
-        return late
+    @patched(base.stream, "put")
+    def late(original, self, task):
+        original(self, task)
+        for mark in getattr(self, "waiting", []):
+            self.worker.put(mark.wait)
+        self.waiting = []
 
     base.stream._wait = wait
-    patch(base.stream, "put", put)
 
 
 def _weak_wait(base):
@@ -262,22 +236,18 @@ def _not_restored(*, always):
     from contextlib import contextmanager
 
     def apply(base):
-        def make(original):
-            @contextmanager
-            def on(self, stream):
-                before = getattr(self._thread, "stream", None)
-                if before is None:
-                    with original(self, stream):
-                        yield
-                    return
-                self._thread.stream = stream
-                yield
-                if not always:  # an exception never gets here
-                    self._thread.stream = before
-
-            return on
-
-        patch(base.backend, "_on", make)
+        @patched(base.backend, "_on")
+        @contextmanager
+        def on(original, self, stream):
+            before = getattr(self._thread, "stream", None)
+            if before is None:
+                with original(self, stream):
+                    yield
+                return
+            self._thread.stream = stream
+            yield
+            if not always:  # an exception never gets here
+                self._thread.stream = before
 
     return apply
 
@@ -286,27 +256,19 @@ def _process_wide(base):
     class Everywhere:
         """One attribute namespace for all threads."""
 
-    def make(original):
-        def init(self):
-            original(self)
-            self._thread = Everywhere()
-
-        return init
-
-    patch(base.backend, "__init__", make)
+    @patched(base.backend, "__init__")
+    def init(original, self):
+        original(self)
+        self._thread = Everywhere()
 
 
 def _on_synchronises(base):
     from contextlib import contextmanager
 
-    def make(original):
-        @contextmanager
-        def on(self, stream):
-            with original(self, stream):
-                yield
-            if self.active_capture is None:
-                stream._synchronize()
-
-        return on
-
-    patch(base.backend, "_on", make)
+    @patched(base.backend, "_on")
+    @contextmanager
+    def on(original, self, stream):
+        with original(self, stream):
+            yield
+        if self.active_capture is None:
+            stream._synchronize()

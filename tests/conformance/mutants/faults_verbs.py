@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from conformance.mutants.catalogue import Mutant, other, patch, previous, under
+from conformance.mutants.catalogue import Mutant, other, patch, patched, previous, under
 
 BOTH = ("threads", "sim")
 
@@ -103,32 +103,24 @@ def _stream_of(verb, self, arguments):
 
 
 def _nothing(base, owner, name, verb):
-    def make(original):
-        def nothing(self, *arguments):
-            if verb == "Stream._record" and base.get_record(arguments[0]) is None:
-                original(self, *arguments)  # the driver has something to wait for, and never anything newer
-            if verb == "Fence.signal" and self.event.generation == 0:
-                original(self, *arguments)
-
-        return nothing
-
-    patch(owner, name, make)
+    @patched(owner, name)
+    def nothing(original, self, *arguments):
+        if verb == "Stream._record" and base.get_record(arguments[0]) is None:
+            original(self, *arguments)  # the driver has something to wait for, and never anything newer
+        if verb == "Fence.signal" and self.event.generation == 0:
+            original(self, *arguments)
 
 
 def _synchronising(base, owner, name, verb):
-    def make(original):
-        def synchronising(self, *arguments):
-            result = original(self, *arguments)
-            backend = getattr(self, "backend", None) or getattr(getattr(self, "event", None), "backend", self)
-            if backend.active_capture is None:
-                backend._synchronize()
-                if name in ("_query", "done"):
-                    return original(self, *arguments)
-            return result
-
-        return synchronising
-
-    patch(owner, name, make)
+    @patched(owner, name)
+    def synchronising(original, self, *arguments):
+        result = original(self, *arguments)
+        backend = getattr(self, "backend", None) or getattr(getattr(self, "event", None), "backend", self)
+        if backend.active_capture is None:
+            backend._synchronize()
+            if name in ("_query", "done"):
+                return original(self, *arguments)
+        return result
 
 
 def _device(base, owner, name, verb):
@@ -142,34 +134,26 @@ def _device(base, owner, name, verb):
 
 
 def _elsewhere(base, owner, name, verb):
-    def make(original):
-        def elsewhere(self, *arguments):
-            stream = _stream_of(verb, self, arguments)
-            if stream.backend.active_capture is not None:
-                return original(self, *arguments)
-            if verb.startswith("Stream."):
-                return original(other(stream), *arguments)
-            return original(self, *(other(stream) if a is stream else a for a in arguments))
-
-        return elsewhere
-
-    patch(owner, name, make)
+    @patched(owner, name)
+    def elsewhere(original, self, *arguments):
+        stream = _stream_of(verb, self, arguments)
+        if stream.backend.active_capture is not None:
+            return original(self, *arguments)
+        if verb.startswith("Stream."):
+            return original(other(stream), *arguments)
+        return original(self, *(other(stream) if a is stream else a for a in arguments))
 
 
 def _generation(which):
     def apply(base, owner, name, verb):
         previous(base)
 
-        def make(original):
-            def stale(self, *arguments):
-                event = arguments[0] if arguments else self
-                if event.backend.active_capture is not None:
-                    return original(self, *arguments)
-                return under(base, event, getattr(event, which), lambda: original(self, *arguments))
-
-            return stale
-
-        patch(owner, name, make)
+        @patched(owner, name)
+        def stale(original, self, *arguments):
+            event = arguments[0] if arguments else self
+            if event.backend.active_capture is not None:
+                return original(self, *arguments)
+            return under(base, event, getattr(event, which), lambda: original(self, *arguments))
 
     return apply
 
@@ -203,20 +187,16 @@ def _raw(tensor):
 
 
 def _once(base, owner, name, verb):
-    def make(original):
-        def once(self, *arguments):
-            # A record counts per event: a driver that never recorded an event has nothing to wait for.
-            thing = arguments[0] if verb == "Stream._record" else self
-            if name in getattr(thing, "_done_once", ()):
-                return
-            original(self, *arguments)
-            backend = self if verb.startswith("Backend") else getattr(self, "event", self).backend
-            if verb.startswith("Backend") or backend.active_capture is None:
-                thing._done_once = {*getattr(thing, "_done_once", ()), name}
-
-        return once
-
-    patch(owner, name, make)
+    @patched(owner, name)
+    def once(original, self, *arguments):
+        # A record counts per event: a driver that never recorded an event has nothing to wait for.
+        thing = arguments[0] if verb == "Stream._record" else self
+        if name in getattr(thing, "_done_once", ()):
+            return
+        original(self, *arguments)
+        backend = self if verb.startswith("Backend") else getattr(self, "event", self).backend
+        if verb.startswith("Backend") or backend.active_capture is None:
+            thing._done_once = {*getattr(thing, "_done_once", ()), name}
 
 
 def _twice(base, owner, name, verb):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from conformance.mutants.catalogue import other, patch
+from conformance.mutants.catalogue import other, patch, patched
 from conformance.mutants.generated import reach
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -224,13 +224,9 @@ def reused(*, across):
 
         queueing._allocated = make(queueing._allocated)
 
-        def dispatch(original):
-            def called(self, func, types, args=(), kwargs=None):
-                return original(self, func, types, aliases(args), aliases(kwargs or {}))
-
-            return called
-
-        patch(queueing.Queueing, "__torch_dispatch__", dispatch)
+        @patched(queueing.Queueing, "__torch_dispatch__")
+        def called(original, self, func, types, args=(), kwargs=None):
+            return original(self, func, types, aliases(args), aliases(kwargs or {}))
 
     return apply
 
@@ -253,20 +249,16 @@ def aliases(tree):
 def pinned_reuse(base):
     pool: dict = {}
 
-    def make(original):
-        def empty(self, shape, dtype):
-            import torch
+    @patched(base.backend, "_empty_pinned")
+    def empty(original, self, shape, dtype):
+        import torch
 
-            key = (shape, dtype)
-            raw = pool[key].pop() if pool.get(key) else original(self, shape, dtype)
-            outer = torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, raw.stride())
-            weakref.finalize(outer, pool.setdefault(key, []).append, raw)
-            reach()
-            return outer
-
-        return empty
-
-    patch(base.backend, "_empty_pinned", make)
+        key = (shape, dtype)
+        raw = pool[key].pop() if pool.get(key) else original(self, shape, dtype)
+        outer = torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, raw.stride())
+        weakref.finalize(outer, pool.setdefault(key, []).append, raw)
+        reach()
+        return outer
 
 
 def keeper():
@@ -280,42 +272,30 @@ def holds_first(base):
 
 
 def drops_all(base):
-    def make(original):
-        def release(self):
-            before = len(self._held)
-            left = original(self)
-            if 0 < left < before:
-                reach()
-                self._held.clear()
-                return 0
-            return left
-
-        return release
-
-    patch(keeper(), "release_finished", make)
+    @patched(keeper(), "release_finished")
+    def release(original, self):
+        before = len(self._held)
+        left = original(self)
+        if 0 < left < before:
+            reach()
+            self._held.clear()
+            return 0
+        return left
 
 
 def returns_dropped(base):
-    def make(original):
-        def release(self):
-            before = len(self._held)
-            reach()
-            return before - original(self)
-
-        return release
-
-    patch(keeper(), "release_finished", make)
+    @patched(keeper(), "release_finished")
+    def release(original, self):
+        before = len(self._held)
+        reach()
+        return before - original(self)
 
 
 def info_swapped(base):
     from dataclasses import replace
 
-    def make(original):
-        def info(self):
-            found = original(self)
-            reach()
-            return replace(found, allocated=found.free, free=found.allocated)
-
-        return info
-
-    patch(base.backend, "memory_info", make)
+    @patched(base.backend, "memory_info")
+    def info(original, self):
+        found = original(self)
+        reach()
+        return replace(found, allocated=found.free, free=found.allocated)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from conformance.mutants.catalogue import patch
+from conformance.mutants.catalogue import patch, patched
 from conformance.mutants.generated import reach
 
 
 def _copies(base, change):
     """`change(destination, source)` gives what is copied instead, or None."""
 
-    def make(original):
-        def copy(self, destination, source):
-            changed = change(destination, source)
-            if changed is not None:
-                reach()
-            original(self, *(changed or (destination, source)))
-
-        return copy
-
-    patch(base.backend, "_copy_async", make)
+    @patched(base.backend, "_copy_async")
+    def copy(original, self, destination, source):
+        changed = change(destination, source)
+        if changed is not None:
+            reach()
+        original(self, *(changed or (destination, source)))
 
 
 def copy_offset_rounded(base):
@@ -71,17 +67,13 @@ def copy_empty_fails(base):
 def copy_quiets(base):
     import torch
 
-    def make(original):
-        def copy(self, destination, source):
-            original(self, destination, source)
-            if destination.dtype == torch.float32 and destination.device.type != "cpu" and destination.numel():
-                reach()
-                nan = destination != destination
-                destination.copy_(torch.where(nan, torch.full_like(destination, float("nan")), destination))
-
-        return copy
-
-    patch(base.backend, "_copy_async", make)
+    @patched(base.backend, "_copy_async")
+    def copy(original, self, destination, source):
+        original(self, destination, source)
+        if destination.dtype == torch.float32 and destination.device.type != "cpu" and destination.numel():
+            reach()
+            nan = destination != destination
+            destination.copy_(torch.where(nan, torch.full_like(destination, float("nan")), destination))
 
 
 def copy_snapshot(base):
@@ -111,42 +103,34 @@ def holds_nothing(base):
 def freed_early(base):
     from outrider_sim.machine.memory import CachingAllocator
 
-    def make(original):
-        def allocate(self, nbytes, stream):
-            if stream.capture is None:
-                for (ident, size), blocks in self.pool.free.items():
-                    if blocks and ident != stream.id and nbytes <= size <= 2 * nbytes + 512:
-                        reach()
-                        self.pool.free.setdefault((stream.id, size), []).append(blocks.pop())
-                        break
-            return original(self, nbytes, stream)
-
-        return allocate
-
-    patch(CachingAllocator, "allocate", make)
+    @patched(CachingAllocator, "allocate")
+    def allocate(original, self, nbytes, stream):
+        if stream.capture is None:
+            for (ident, size), blocks in self.pool.free.items():
+                if blocks and ident != stream.id and nbytes <= size <= 2 * nbytes + 512:
+                    reach()
+                    self.pool.free.setdefault((stream.id, size), []).append(blocks.pop())
+                    break
+        return original(self, nbytes, stream)
 
 
 def dropped_event(base):
     import weakref
 
-    def make(original):
-        def wait(self, event):
-            original(self, event)
-            queue = self.queue_state.queue
-            if self.backend.active_capture is not None or not queue:
-                return
-            op = queue[-1]
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        original(self, event)
+        queue = self.queue_state.queue
+        if self.backend.active_capture is not None or not queue:
+            return
+        op = queue[-1]
 
-            def gone():
-                if op in queue:
-                    reach()
-                    op.target = _Done
+        def gone():
+            if op in queue:
+                reach()
+                op.target = _Done
 
-            weakref.finalize(event, gone)
-
-        return wait
-
-    patch(base.stream, "_wait", make)
+        weakref.finalize(event, gone)
 
 
 class _Done:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from conformance.mutants import generated_driver_memory as memory
-from conformance.mutants.catalogue import patch, previous, under
+from conformance.mutants.catalogue import patched, previous, under
 from conformance.mutants.generated import Generated, reach
 
 THREADS, SIM, NPU = "threads", "sim", "sim like npu"
@@ -87,44 +87,32 @@ def mutants() -> Iterator[Generated]:
 
 
 def _remember_thread(base):
-    def make(original):
-        def record(self, event):
-            original(self, event)
-            event.recorded_by = threading.get_ident()
-
-        return record
-
-    patch(base.stream, "_record", make)
+    @patched(base.stream, "_record")
+    def record(original, self, event):
+        original(self, event)
+        event.recorded_by = threading.get_ident()
 
 
 def _wait_foreign(base):
     _remember_thread(base)
 
-    def make(original):
-        def wait(self, event):
-            if event.recorded_by == threading.get_ident() or self.backend.active_capture is not None:
-                original(self, event)
-            else:
-                reach()
-
-        return wait
-
-    patch(base.stream, "_wait", make)
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        if event.recorded_by == threading.get_ident() or self.backend.active_capture is not None:
+            original(self, event)
+        else:
+            reach()
 
 
 def _sync_foreign(base):
     _remember_thread(base)
 
-    def make(original):
-        def synchronize(self):
-            if self.recorded_by == threading.get_ident():
-                original(self)
-            else:
-                reach()
-
-        return synchronize
-
-    patch(base.event, "_synchronize", make)
+    @patched(base.event, "_synchronize")
+    def synchronize(original, self):
+        if self.recorded_by == threading.get_ident():
+            original(self)
+        else:
+            reach()
 
 
 def _thread_stream(base):
@@ -153,141 +141,106 @@ def _pending(stream):
 
 
 def _wait_lost_when_pending(base):
-    def make(original):
-        def wait(self, event):
-            if _pending(self) < 16:
-                original(self, event)
-            else:
-                reach()
-
-        return wait
-
-    patch(base.stream, "_wait", make)
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        if _pending(self) < 16:
+            original(self, event)
+        else:
+            reach()
 
 
 def _wait_lost_behind_copy(base):
     from outrider_sim.machine.queue import OperationKind
 
-    def make(original):
-        def wait(self, event):
-            queue = self.queue_state.queue
-            if queue and queue[-1].kind == OperationKind.COPY:
-                reach()
-            else:
-                original(self, event)
-
-        return wait
-
-    patch(base.stream, "_wait", make)
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        queue = self.queue_state.queue
+        if queue and queue[-1].kind == OperationKind.COPY:
+            reach()
+        else:
+            original(self, event)
 
 
 def _wait_deduplicated(base):
-    def make(original):
-        def wait(self, event):
-            known = self.__dict__.setdefault("waited_for", {})
-            if known.get(id(event)) == event._generation - 1:
-                reach()
-            else:
-                original(self, event)
-            known[id(event)] = event._generation
-
-        return wait
-
-    patch(base.stream, "_wait", make)
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        known = self.__dict__.setdefault("waited_for", {})
+        if known.get(id(event)) == event._generation - 1:
+            reach()
+        else:
+            original(self, event)
+        known[id(event)] = event._generation
 
 
 def _wait_late(base):
     from outrider_sim.machine.queue import OperationKind
     from outrider_sim.machine.stream_machine import StreamMachine
 
-    def make(original):
-        def enqueue(self, op, stream):
-            original(self, op, stream)
-            queue = stream.queue
-            if (
-                stream.capture is None
-                and op.kind < OperationKind.RECORD
-                and len(queue) > 1
-                and queue[-2].kind == OperationKind.WAIT
-            ):
-                reach()
-                queue[-1], queue[-2] = queue[-2], queue[-1]
-
-        return enqueue
-
-    patch(StreamMachine, "enqueue", make)
+    @patched(StreamMachine, "enqueue")
+    def enqueue(original, self, op, stream):
+        original(self, op, stream)
+        queue = stream.queue
+        if (
+            stream.capture is None
+            and op.kind < OperationKind.RECORD
+            and len(queue) > 1
+            and queue[-2].kind == OperationKind.WAIT
+        ):
+            reach()
+            queue[-1], queue[-2] = queue[-2], queue[-1]
 
 
 def _record_before_copy(base):
-    def copy(original):
-        def copied(self, destination, source):
-            stream = self._thread.stream
-            stream.ahead = stream.worker.mark() if self.program is None else None
-            original(self, destination, source)
-            stream.count = stream.worker._enqueued
+    @patched(base.backend, "_copy_async")
+    def copied(original, self, destination, source):
+        stream = self._thread.stream
+        stream.ahead = stream.worker.mark() if self.program is None else None
+        original(self, destination, source)
+        stream.count = stream.worker._enqueued
 
-        return copied
-
-    def make(original):
-        def record(self, event):
-            original(self, event)
-            ahead = getattr(self, "ahead", None)
-            if self._backend.program is None and ahead is not None and self.worker._enqueued == self.count + 1:
-                reach()
-                event.mark = ahead
-
-        return record
-
-    patch(base.backend, "_copy_async", copy)
-    patch(base.stream, "_record", make)
+    @patched(base.stream, "_record")
+    def record(original, self, event):
+        original(self, event)
+        ahead = getattr(self, "ahead", None)
+        if self._backend.program is None and ahead is not None and self.worker._enqueued == self.count + 1:
+            reach()
+            event.mark = ahead
 
 
 def _wait_stale(base):
     previous(base)
 
-    def make(original):
-        def wait(self, event):
-            record = base.get_record(event)
-            fresh = self.backend.active_capture is None and not record.done and event.before is not record
-            if fresh and event._generation > 1:
-                reach()
-                under(base, event, event.before, lambda: original(self, event))
-            else:
-                original(self, event)
-
-        return wait
-
-    patch(base.stream, "_wait", make)
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        record = base.get_record(event)
+        fresh = self.backend.active_capture is None and not record.done and event.before is not record
+        if fresh and event._generation > 1:
+            reach()
+            under(base, event, event.before, lambda: original(self, event))
+        else:
+            original(self, event)
 
 
 def _sync_stale(base):
     previous(base)
 
-    def make(original):
-        def synchronize(self):
-            if self._generation > 2:
-                reach()
-                under(base, self, self.before, lambda: original(self))
-            else:
-                original(self)
-
-        return synchronize
-
-    patch(base.event, "_synchronize", make)
+    @patched(base.event, "_synchronize")
+    def synchronize(original, self):
+        if self._generation > 2:
+            reach()
+            under(base, self, self.before, lambda: original(self))
+        else:
+            original(self)
 
 
 def _query_sticky(base):
-    def make(original):
-        def query(self):
-            if getattr(self, "was", False):
-                reach()
-                return True
-            self.was = original(self)
-            return self.was
-
-        return query
-
-    patch(base.event, "_query", make)
+    @patched(base.event, "_query")
+    def query(original, self):
+        if getattr(self, "was", False):
+            reach()
+            return True
+        self.was = original(self)
+        return self.was
 
 
 def _query_early(base):
@@ -308,34 +261,26 @@ def _shared_scratch(base):
 
     scratch = {}
 
-    def make(original):
-        def allocated(value):
-            made = original(value)
-            import torch
+    @patched(queueing, "_allocated")
+    def allocated(original, value):
+        made = original(value)
+        import torch
 
-            if not isinstance(made, torch.Tensor) or not getattr(_capturing, "on", False):
-                return made
-            key = (_capturing.count, tuple(made.shape), tuple(made.stride()), made.dtype)
-            _capturing.count += 1
-            if key in scratch:
-                reach()
-            return scratch.setdefault(key, made)
+        if not isinstance(made, torch.Tensor) or not getattr(_capturing, "on", False):
+            return made
+        key = (_capturing.count, tuple(made.shape), tuple(made.stride()), made.dtype)
+        _capturing.count += 1
+        if key in scratch:
+            reach()
+        return scratch.setdefault(key, made)
 
-        return allocated
-
-    patch(queueing, "_allocated", make)
-
-    def capture(original):
-        def captured(self, *arguments):
-            _capturing.on, _capturing.count = True, 0
-            try:
-                return original(self, *arguments)
-            finally:
-                _capturing.on = False
-
-        return captured
-
-    patch(base.backend, "_capture", capture)
+    @patched(base.backend, "_capture")
+    def captured(original, self, *arguments):
+        _capturing.on, _capturing.count = True, 0
+        try:
+            return original(self, *arguments)
+        finally:
+            _capturing.on = False
 
 
 _capturing = threading.local()
@@ -346,63 +291,48 @@ def _one_pool(base):
 
     shared = {}
 
-    def capture(original):
-        def captured(self, name, fn, context, stream, pool):
-            from outrider.device import GraphPool
+    @patched(base.backend, "_capture")
+    def captured(original, self, name, fn, context, stream, pool):
+        from outrider.device import GraphPool
 
-            if pool is None:
-                reach()
-                pool = shared.setdefault(id(self), GraphPool(self, "all", Pool("all")))
-            return original(self, name, fn, context, stream, pool)
-
-        return captured
-
-    patch(base.backend, "_capture", capture)
+        if pool is None:
+            reach()
+            pool = shared.setdefault(id(self), GraphPool(self, "all", Pool("all")))
+        return original(self, name, fn, context, stream, pool)
 
 
 def _replay_skipped(base):
-    def make(original):
-        def replay(self, stream):
-            recent = self.__dict__.setdefault("recent", [])
-            recent.append(stream)
-            # Nothing on this stream has been waited for since: twenty in a row.
-            if len(recent) >= 20 and _pending(stream) >= 19:
-                reach()
-                return
-            original(self, stream)
-
-        return replay
-
-    patch(base.graph, "_replay", make)
+    @patched(base.graph, "_replay")
+    def replay(original, self, stream):
+        recent = self.__dict__.setdefault("recent", [])
+        recent.append(stream)
+        # Nothing on this stream has been waited for since: twenty in a row.
+        if len(recent) >= 20 and _pending(stream) >= 19:
+            reach()
+            return
+        original(self, stream)
 
 
 def _scalars_at_replay(base):
     from types import MappingProxyType
 
-    def capture(original):
-        def captured(self, name, fn, *, scalars=None, **others):
-            made = original(self, name, fn, scalars=scalars, **others)
-            made.given, made.frozen = scalars, dict(scalars or {})
-            return made
-
-        return captured
-
-    def replay(original):
-        def replayed(self, stream):
-            if self.given is not None and dict(self.given) != self.frozen:
-                reach()
-                object.__setattr__(self.context, "scalars", MappingProxyType(dict(self.given)))
-                fresh = self.backend.record_program(self, self.fn, self.origin, self.pool, seen=False)
-                self.program = fresh
-                self.frozen = dict(self.given)
-            original(self, stream)
-
-        return replayed
-
     from outrider.device import Backend
 
-    patch(Backend, "capture", capture)  # an override would be found by its being there
-    patch(base.graph, "_replay", replay)
+    @patched(Backend, "capture")  # an override would be found by its being there
+    def captured(original, self, name, fn, *, scalars=None, **others):
+        made = original(self, name, fn, scalars=scalars, **others)
+        made.given, made.frozen = scalars, dict(scalars or {})
+        return made
+
+    @patched(base.graph, "_replay")
+    def replayed(original, self, stream):
+        if self.given is not None and dict(self.given) != self.frozen:
+            reach()
+            object.__setattr__(self.context, "scalars", MappingProxyType(dict(self.given)))
+            fresh = self.backend.record_program(self, self.fn, self.origin, self.pool, seen=False)
+            self.program = fresh
+            self.frozen = dict(self.given)
+        original(self, stream)
 
 
 def _dropped_graph(base):
@@ -425,24 +355,20 @@ def _dropped_graph(base):
         base.graph._replay = replay
         return
 
-    def make(original):
-        def replay(self, stream):
-            queue = stream.queue_state.queue
-            before = len(queue)
-            original(self, stream)
-            mine = list(queue)[before:]
+    @patched(base.graph, "_replay")
+    def replay(original, self, stream):
+        queue = stream.queue_state.queue
+        before = len(queue)
+        original(self, stream)
+        mine = list(queue)[before:]
 
-            def gone():
-                for op in mine:
-                    if op in queue:
-                        reach()
-                        op.fn, op.args, op.kwargs, op.post = _nothing, (), {}, None
+        def gone():
+            for op in mine:
+                if op in queue:
+                    reach()
+                    op.fn, op.args, op.kwargs, op.post = _nothing, (), {}, None
 
-            weakref.finalize(self, gone)
-
-        return replay
-
-    patch(base.graph, "_replay", make)
+        weakref.finalize(self, gone)
 
 
 def _nothing(*_, **__):
@@ -450,16 +376,12 @@ def _nothing(*_, **__):
 
 
 def _update_late(base):
-    def make(original):
-        def update(self, params, stream):
-            late = getattr(self, "late", None)
-            self.late = params
-            if late is None:
-                original(self, params, stream)
-            else:
-                reach()
-                original(self, late, stream)
-
-        return update
-
-    patch(base.graph, "_update_params", make)
+    @patched(base.graph, "_update_params")
+    def update(original, self, params, stream):
+        late = getattr(self, "late", None)
+        self.late = params
+        if late is None:
+            original(self, params, stream)
+        else:
+            reach()
+            original(self, late, stream)

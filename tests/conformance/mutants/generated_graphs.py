@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 
-from conformance.mutants.catalogue import patch
+from conformance.mutants.catalogue import patch, patched
 from conformance.mutants.faults_verbs import _method
 from conformance.mutants.generated import reach
 from conformance.mutants.generated_copies import engine
@@ -22,15 +22,13 @@ def shared_scratch(base):
     shared: dict = {}
     capturing = threading.local()
 
-    def capture(original):
-        def captured(self, *arguments):
-            capturing.count = {}
-            try:
-                return original(self, *arguments)
-            finally:
-                capturing.count = None
-
-        return captured
+    @patched(base.backend, "_capture")
+    def captured(original, self, *arguments):
+        capturing.count = {}
+        try:
+            return original(self, *arguments)
+        finally:
+            capturing.count = None
 
     def allocated(original):
         def made(value):
@@ -47,7 +45,6 @@ def shared_scratch(base):
 
         return made
 
-    patch(base.backend, "_capture", capture)
     queueing._allocated = allocated(queueing._allocated)
 
 
@@ -68,88 +65,68 @@ def weak_replay(base):
 
 
 def inputs_at_call(base):
-    def make(original):
-        def replay(self, stream):
-            kept = {name: tensor.clone() for name, tensor in self.inputs.items()}
-            inputs = dict(self.inputs)
+    @patched(base.graph, "_replay")
+    def replay(original, self, stream):
+        kept = {name: tensor.clone() for name, tensor in self.inputs.items()}
+        inputs = dict(self.inputs)
 
-            def run():
-                now = {name: tensor.clone() for name, tensor in inputs.items()}
-                for name, tensor in inputs.items():
-                    tensor.copy_(kept[name])
-                self._run()
-                for name, tensor in inputs.items():
-                    if name not in self.outputs:
-                        tensor.copy_(now[name])
+        def run():
+            now = {name: tensor.clone() for name, tensor in inputs.items()}
+            for name, tensor in inputs.items():
+                tensor.copy_(kept[name])
+            self._run()
+            for name, tensor in inputs.items():
+                if name not in self.outputs:
+                    tensor.copy_(now[name])
 
-            reach()
-            stream.put(run)
-
-        return replay
-
-    patch(base.graph, "_replay", make)
+        reach()
+        stream.put(run)
 
 
 def replay_early(base):
-    def make(original):
-        def replay(self, stream):
-            before, stream.worker = stream.worker, stream.backend.__dict__.setdefault("engine", engine(stream))
-            try:
-                reach()
-                original(self, stream)
-                mark = stream.worker.mark()
-            finally:
-                stream.worker = before
-            stream.worker.put(mark.wait)
-
-        return replay
-
-    patch(base.graph, "_replay", make)
+    @patched(base.graph, "_replay")
+    def replay(original, self, stream):
+        before, stream.worker = stream.worker, stream.backend.__dict__.setdefault("engine", engine(stream))
+        try:
+            reach()
+            original(self, stream)
+            mark = stream.worker.mark()
+        finally:
+            stream.worker = before
+        stream.worker.put(mark.wait)
 
 
 def replay_async(base):
-    def make(original):
-        def replay(self, stream):
-            mark = stream.worker.mark()
-            beside = stream.backend.__dict__.setdefault("engine", engine(stream))
-            beside.put(mark.wait)
-            beside.put(self._run)
-            reach()
-
-        return replay
-
-    patch(base.graph, "_replay", make)
+    @patched(base.graph, "_replay")
+    def replay(original, self, stream):
+        mark = stream.worker.mark()
+        beside = stream.backend.__dict__.setdefault("engine", engine(stream))
+        beside.put(mark.wait)
+        beside.put(self._run)
+        reach()
 
 
 def replay_short(base):
-    def make(original):
-        def replay(self, stream):
-            self.times = getattr(self, "times", 0) + 1
-            if self.times < 10:
-                return original(self, stream)
-            reach()
-            program = self.program[:-1]
-            return stream.put(lambda: [task() for task in program])
-
-        return replay
-
-    patch(base.graph, "_replay", make)
+    @patched(base.graph, "_replay")
+    def replay(original, self, stream):
+        self.times = getattr(self, "times", 0) + 1
+        if self.times < 10:
+            return original(self, stream)
+        reach()
+        program = self.program[:-1]
+        return stream.put(lambda: [task() for task in program])
 
 
 def replay_without(name):
     def apply(base):
-        def make(original):
-            def capture(self, *arguments):
-                graph = original(self, *arguments)
-                kept = [task for task in graph.program if name not in str(operator(task))]
-                if len(kept) != len(graph.program):
-                    reach()
-                graph.program[:] = kept
-                return graph
-
-            return capture
-
-        patch(base.backend, "_capture", make)
+        @patched(base.backend, "_capture")
+        def capture(original, self, *arguments):
+            graph = original(self, *arguments)
+            kept = [task for task in graph.program if name not in str(operator(task))]
+            if len(kept) != len(graph.program):
+                reach()
+            graph.program[:] = kept
+            return graph
 
     return apply
 
@@ -174,53 +151,38 @@ def replay_swallows(base):
 def replay_last(base):
     latest: list = []
 
-    def capture(original):
-        def captured(self, *arguments):
-            graph = original(self, *arguments)
-            latest[:] = [graph]
-            return graph
+    @patched(base.backend, "_capture")
+    def captured(original, self, *arguments):
+        graph = original(self, *arguments)
+        latest[:] = [graph]
+        return graph
 
-        return captured
-
-    def replay(original):
-        def replayed(self, stream):
-            graph = latest[0] if latest and latest[0].backend is self.backend else self
-            if graph is not self:
-                reach()
-            original(graph, stream)
-
-        return replayed
-
-    patch(base.backend, "_capture", capture)
-    patch(base.graph, "_replay", replay)
+    @patched(base.graph, "_replay")
+    def replayed(original, self, stream):
+        graph = latest[0] if latest and latest[0].backend is self.backend else self
+        if graph is not self:
+            reach()
+        original(graph, stream)
 
 
 def replay_twice(base):
-    def make(original):
-        def replay(self, stream):
+    @patched(base.graph, "_replay")
+    def replay(original, self, stream):
+        original(self, stream)
+        if stream.worker._enqueued - stream.worker._state.finished > 2:
+            reach()
             original(self, stream)
-            if stream.worker._enqueued - stream.worker._state.finished > 2:
-                reach()
-                original(self, stream)
-
-        return replay
-
-    patch(base.graph, "_replay", make)
 
 
 def capture_most(most):
     def apply(base):
-        def make(original):
-            def capture(self, *arguments):
-                graph = original(self, *arguments)
-                if len(graph.program) > most:
-                    reach()
-                del graph.program[most:]
-                return graph
-
-            return capture
-
-        patch(base.backend, "_capture", make)
+        @patched(base.backend, "_capture")
+        def capture(original, self, *arguments):
+            graph = original(self, *arguments)
+            if len(graph.program) > most:
+                reach()
+            del graph.program[most:]
+            return graph
 
     return apply
 
@@ -263,35 +225,27 @@ def flag_reset_early(base):
 
 
 def flag_reset_once(base):
-    def make(original):
-        def reset(self, stream):
-            if getattr(self, "was_reset", False):
-                reach()
-                return
-            self.was_reset = True
-            original(self, stream)
-
-        return reset
-
-    patch(base.flag, "_reset", make)
+    @patched(base.flag, "_reset")
+    def reset(original, self, stream):
+        if getattr(self, "was_reset", False):
+            reach()
+            return
+        self.was_reset = True
+        original(self, stream)
 
 
 def flag_shared(base):
-    def make(original):
-        made: dict = {}
+    made: dict = {}
 
-        def create(self, name):
-            flag = original(self, name)
-            mine = made.setdefault(id(self), [])
-            mine.append(flag)
-            if len(mine) % 3 == 0:
-                reach()
-                flag._flag = mine[0]._flag
-            return flag
-
-        return create
-
-    patch(base.backend, "_create_flag", make)
+    @patched(base.backend, "_create_flag")
+    def create(original, self, name):
+        flag = original(self, name)
+        mine = made.setdefault(id(self), [])
+        mine.append(flag)
+        if len(mine) % 3 == 0:
+            reach()
+            flag._flag = mine[0]._flag
+        return flag
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -303,16 +257,12 @@ def swallowed(verb):
 
         owner, name = _method(base, verb)
 
-        def make(original):
-            def swallows(self, *arguments):
-                try:
-                    return original(self, *arguments)
-                except DeviceError:
-                    reach()
-
-            return swallows
-
-        patch(owner, name, make)
+        @patched(owner, name)
+        def swallows(original, self, *arguments):
+            try:
+                return original(self, *arguments)
+            except DeviceError:
+                reach()
 
     return apply
 
@@ -329,35 +279,27 @@ def sticky_error(base):
 
 
 def untyped_error(base):
-    def make(original):
-        def synchronize(self):
-            from outrider.device import DeviceError
+    @patched(base.stream, "_synchronize")
+    def synchronize(original, self):
+        from outrider.device import DeviceError
 
-            try:
-                original(self)
-            except DeviceError as error:
-                reach()
-                raise RuntimeError(str(error)) from None
-
-        return synchronize
-
-    patch(base.stream, "_synchronize", make)
+        try:
+            original(self)
+        except DeviceError as error:
+            reach()
+            raise RuntimeError(str(error)) from None
 
 
 def other_errors_early(base):
     """An error belongs to the device, but a wait that doesn't cover what failed has nothing to say of it."""
 
-    def make(original):
-        def synchronize(self):
-            for stream in self.backend.streams:
-                if stream is not self and not stream.worker.idle:
-                    reach()
-                    stream.worker.mark().wait()
-            original(self)
-
-        return synchronize
-
-    patch(base.stream, "_synchronize", make)
+    @patched(base.stream, "_synchronize")
+    def synchronize(original, self):
+        for stream in self.backend.streams:
+            if stream is not self and not stream.worker.idle:
+                reach()
+                stream.worker.mark().wait()
+        original(self)
 
 
 def dead_after_error(base):
@@ -368,17 +310,14 @@ def dead_after_error(base):
     def add(original):
         return lambda self, error: (dead.append(True), original(self, error))[1]
 
-    def put(original):
-        def put(self, task):
-            if dead:
-                reach()
-                return
-            original(self, task)
-
-        return put
+    @patched(base.stream, "put")
+    def put(original, self, task):
+        if dead:
+            reach()
+            return
+        original(self, task)
 
     patch(Failures, "add", add)
-    patch(base.stream, "put", put)
 
 
 # -- fences ------------------------------------------------------------------------------------------------------------
@@ -395,19 +334,15 @@ def fence_any(base):
 
 
 def fence_second(base):
-    def make(original):
-        def done(self):
-            found = original(self)
-            key = (self, self.event.generation)
-            again = getattr(self, "asked", None) == key
-            self.asked = key
-            if again and not found:
-                reach()
-            return found or again
-
-        return done
-
-    patch(fences(), "done", make)
+    @patched(fences(), "done")
+    def done(original, self):
+        found = original(self)
+        key = (self, self.event.generation)
+        again = getattr(self, "asked", None) == key
+        self.asked = key
+        if again and not found:
+            reach()
+        return found or again
 
 
 def fence_gives_up(base):
@@ -419,42 +354,30 @@ def fence_within(answer):
 
 
 def fence_blocks(base):
-    def make(original):
-        def wait(self, stream):
-            if stream.backend.active_capture is None:
-                reach()
-                self.event.synchronize()
-            original(self, stream)
-
-        return wait
-
-    patch(fences(), "wait", make)
+    @patched(fences(), "wait")
+    def wait(original, self, stream):
+        if stream.backend.active_capture is None:
+            reach()
+            self.event.synchronize()
+        original(self, stream)
 
 
 def fence_names(base):
-    def make(original):
-        def create(self, name):
-            fence = original(self, name)
-            made = self.__dict__.setdefault("made", {})
-            if name in made:
-                reach()
-                fence.event = made[name]
-            made[name] = fence.event
-            return fence
-
-        return create
-
-    patch(base.sync, "create_fence", make)
+    @patched(base.sync, "create_fence")
+    def create(original, self, name):
+        fence = original(self, name)
+        made = self.__dict__.setdefault("made", {})
+        if name in made:
+            reach()
+            fence.event = made[name]
+        made[name] = fence.event
+        return fence
 
 
 def fence_signalled(base):
-    def make(original):
-        def create(self, name):
-            fence = original(self, name)
-            reach()
-            fence.done = lambda: True if fence.event.generation == 0 else fences().done(fence)
-            return fence
-
-        return create
-
-    patch(base.sync, "create_fence", make)
+    @patched(base.sync, "create_fence")
+    def create(original, self, name):
+        fence = original(self, name)
+        reach()
+        fence.done = lambda: True if fence.event.generation == 0 else fences().done(fence)
+        return fence

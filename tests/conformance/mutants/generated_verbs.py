@@ -14,7 +14,7 @@ from typing import Any
 from conformance.mutants import generated_copies as copies
 from conformance.mutants import generated_graphs as graphs
 from conformance.mutants import generated_waits as waits
-from conformance.mutants.catalogue import patch
+from conformance.mutants.catalogue import patched
 from conformance.mutants.faults_verbs import _method
 from conformance.mutants.generated import Generated, reach
 
@@ -210,19 +210,15 @@ def _skipped(verb, circumstance):
         when = circumstance()
         owner, name = _method(base, verb)
 
-        def make(original):
-            def skipped(self, *arguments):
-                backend = getattr(self, "backend", None) or getattr(getattr(self, "event", None), "backend", self)
-                if backend.active_capture is None and when(self, arguments):
-                    first = verb == "Stream._record" and base.get_record(arguments[0]) is None
-                    first = first or (verb == "Fence.signal" and self.event.generation == 0)
-                    if not first:
-                        reach()
-                        return None
-                return original(self, *arguments)
-
-            return skipped
-
-        patch(owner, name, make)
+        @patched(owner, name)
+        def skipped(original, self, *arguments):
+            backend = getattr(self, "backend", None) or getattr(getattr(self, "event", None), "backend", self)
+            if backend.active_capture is None and when(self, arguments):
+                first = verb == "Stream._record" and base.get_record(arguments[0]) is None
+                first = first or (verb == "Fence.signal" and self.event.generation == 0)
+                if not first:
+                    reach()
+                    return None
+            return original(self, *arguments)
 
     return apply

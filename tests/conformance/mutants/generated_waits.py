@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 
-from conformance.mutants.catalogue import patch
+from conformance.mutants.catalogue import patch, patched
 from conformance.mutants.generated import reach
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -30,12 +30,10 @@ def gives_up(what):
 
 
 def own_streams(base):
-    def note(original):
-        def init(self, backend, name):
-            original(self, backend, name)
-            self.maker = threading.current_thread()
-
-        return init
+    @patched(base.stream, "__init__")
+    def init(original, self, backend, name):
+        original(self, backend, name)
+        self.maker = threading.current_thread()
 
     def synchronize(self):
         for stream in self.streams:
@@ -44,7 +42,6 @@ def own_streams(base):
             else:
                 reach()
 
-    patch(base.stream, "__init__", note)
     base.backend._synchronize = synchronize
 
 
@@ -100,61 +97,43 @@ def queried(base):
         base.stream, "_record", lambda original: lambda self, event: (setattr(event, "seen", False), original(self, event))[1]
     )
 
-    def make(original):
-        def wait(self, event):
-            if getattr(event, "seen", False):
-                reach()
-                return
-            original(self, event)
-
-        return wait
-
-    patch(base.stream, "_wait", make)
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        if getattr(event, "seen", False):
+            reach()
+            return
+        original(self, event)
 
 
 def no_chain(base):
-    def record(original):
-        def recorded(self, event):
-            original(self, event)
-            event.chained = getattr(self, "waits", False)
+    @patched(base.stream, "_record")
+    def recorded(original, self, event):
+        original(self, event)
+        event.chained = getattr(self, "waits", False)
 
-        return recorded
-
-    def wait(original):
-        def waited(self, event):
-            self.waits = True
-            if getattr(event, "chained", False) and not event.mark.reached and self._backend.program is None:
-                reach()
-                self.worker.put(lambda: None)
-                return
-            original(self, event)
-
-        return waited
-
-    patch(base.stream, "_record", record)
-    patch(base.stream, "_wait", wait)
+    @patched(base.stream, "_wait")
+    def waited(original, self, event):
+        self.waits = True
+        if getattr(event, "chained", False) and not event.mark.reached and self._backend.program is None:
+            reach()
+            self.worker.put(lambda: None)
+            return
+        original(self, event)
 
 
 def query_thread(base):
-    def put(original):
-        def noted(self, task):
-            self.by = {*getattr(self, "by", ()), threading.get_ident()}
-            original(self, task)
+    @patched(base.stream, "put")
+    def noted(original, self, task):
+        self.by = {*getattr(self, "by", ()), threading.get_ident()}
+        original(self, task)
 
-        return noted
-
-    def query(original):
-        def asked(self):
-            found = original(self)
-            if not found and threading.get_ident() not in getattr(self, "by", {threading.get_ident()}):
-                reach()
-                return True
-            return found
-
-        return asked
-
-    patch(base.stream, "put", put)
-    patch(base.stream, "_query", query)
+    @patched(base.stream, "_query")
+    def asked(original, self):
+        found = original(self)
+        if not found and threading.get_ident() not in getattr(self, "by", {threading.get_ident()}):
+            reach()
+            return True
+        return found
 
 
 def query_half(base):
@@ -171,24 +150,20 @@ def query_half(base):
 def scope_depth(base):
     from contextlib import contextmanager
 
-    def make(original):
-        @contextmanager
-        def on(self, stream):
-            depth = getattr(self._thread, "depth", 0)
-            before = getattr(self._thread, "stream", None)
-            self._thread.depth = depth + 1
-            try:
-                with original(self, stream):
-                    yield
-            finally:
-                self._thread.depth = depth
-                if depth == 2 and before is not None:
-                    reach()
-                    self._thread.stream = stream
-
-        return on
-
-    patch(base.backend, "_on", make)
+    @patched(base.backend, "_on")
+    @contextmanager
+    def on(original, self, stream):
+        depth = getattr(self._thread, "depth", 0)
+        before = getattr(self._thread, "stream", None)
+        self._thread.depth = depth + 1
+        try:
+            with original(self, stream):
+                yield
+        finally:
+            self._thread.depth = depth
+            if depth == 2 and before is not None:
+                reach()
+                self._thread.stream = stream
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -212,17 +187,14 @@ def early_record(by):
             if stream.worker in held:
                 stream.worker.put(held.pop(stream.worker))
 
-        def record(original):
-            def recorded(self, event):
-                original(self, event)
-                if self.worker in held:
-                    reach()
-                release(self)
-
-            return recorded
+        @patched(base.stream, "_record")
+        def recorded(original, self, event):
+            original(self, event)
+            if self.worker in held:
+                reach()
+            release(self)
 
         base.stream.put = put
-        patch(base.stream, "_record", record)
         for name in ("_wait", "_synchronize", "_query"):
             patch(base.stream, name, lambda original: lambda self, *a: (release(self), original(self, *a))[1])
 
@@ -233,74 +205,59 @@ def uncovered_copies(base):
     """A copy runs on an engine of its own, which a stream waits for before its next operation, and a record doesn't."""
     copying = threading.local()
 
-    def copy(original):
-        def copied(self, destination, source):
-            copying.on = True
-            try:
-                original(self, destination, source)
-            finally:
-                copying.on = False
-
-        return copied
+    @patched(base.backend, "_copy_async")
+    def copied(original, self, destination, source):
+        copying.on = True
+        try:
+            original(self, destination, source)
+        finally:
+            copying.on = False
 
     held = weakref.WeakKeyDictionary()
 
-    def put(original):
-        def queued(self, task):
-            if self._backend.program is None:
-                release(self)
-                if getattr(copying, "on", False):
-                    held[self.worker] = task
-                    return
-            original(self, task)
-
-        return queued
+    @patched(base.stream, "put")
+    def queued(original, self, task):
+        if self._backend.program is None:
+            release(self)
+            if getattr(copying, "on", False):
+                held[self.worker] = task
+                return
+        original(self, task)
 
     def release(stream):
         if stream.worker in held:
             stream.worker.put(held.pop(stream.worker))
 
-    def record(original):
-        def recorded(self, event):
-            original(self, event)
-            if self.worker in held:
-                reach()
-            release(self)
+    @patched(base.stream, "_record")
+    def recorded(original, self, event):
+        original(self, event)
+        if self.worker in held:
+            reach()
+        release(self)
 
-        return recorded
-
-    patch(base.backend, "_copy_async", copy)
-    patch(base.stream, "put", put)
-    patch(base.stream, "_record", record)
     for name in ("_wait", "_synchronize", "_query"):
         patch(base.stream, name, lambda original: lambda self, *a: (release(self), original(self, *a))[1])
 
 
 def keeps_pending(base):
-    def make(original):
-        def record(self, event):
-            old = base.get_record(event)
-            if old is not None and not old.reached and self._backend.program is None:
-                reach()
-                return
-            original(self, event)
-
-        return record
-
-    patch(base.stream, "_record", make)
+    @patched(base.stream, "_record")
+    def record(original, self, event):
+        old = base.get_record(event)
+        if old is not None and not old.reached and self._backend.program is None:
+            reach()
+            return
+        original(self, event)
 
 
 def ring(size):
     """Records lie in a ring: a wait keeps its place there, and finds what was recorded in it since."""
 
     def apply(base):
-        def record(original):
-            def recorded(self, event):
-                original(self, event)
-                if self._backend.program is None:
-                    event.ring = [*getattr(event, "ring", []), event.mark]
-
-            return recorded
+        @patched(base.stream, "_record")
+        def recorded(original, self, event):
+            original(self, event)
+            if self._backend.program is None:
+                event.ring = [*getattr(event, "ring", []), event.mark]
 
         def wait(self, event):
             if self._backend.program is not None:
@@ -315,22 +272,17 @@ def ring(size):
 
             self.worker.put(held)
 
-        patch(base.stream, "_record", record)
         base.stream._wait = wait
 
     return apply
 
 
 def generations(base):
-    def record(original):
-        def recorded(self, event):
-            original(self, event)
-            if self._backend.program is None:
-                event.marks = [*getattr(event, "marks", []), event.mark]
-
-        return recorded
-
-    patch(base.stream, "_record", record)
+    @patched(base.stream, "_record")
+    def recorded(original, self, event):
+        original(self, event)
+        if self._backend.program is None:
+            event.marks = [*getattr(event, "marks", []), event.mark]
 
 
 def any_generation(base):
@@ -358,26 +310,18 @@ def any_synchronized(base):
 
 
 def false_elsewhere(base):
-    def make(original):
-        def query(self):
-            if threading.current_thread() is not threading.main_thread() and original(self):
-                reach()
-                return False
-            return original(self)
-
-        return query
-
-    patch(base.event, "_query", make)
+    @patched(base.event, "_query")
+    def query(original, self):
+        if threading.current_thread() is not threading.main_thread() and original(self):
+            reach()
+            return False
+        return original(self)
 
 
 def elapsed_cut(base):
-    def make(original):
-        def elapsed(self, end):
-            found = original(self, end)
-            if found > 5:
-                reach()
-            return min(found, 5.0)
-
-        return elapsed
-
-    patch(base.event, "_elapsed_ms", make)
+    @patched(base.event, "_elapsed_ms")
+    def elapsed(original, self, end):
+        found = original(self, end)
+        if found > 5:
+            reach()
+        return min(found, 5.0)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.mutants.catalogue import patch
+from conformance.mutants.catalogue import patch, patched
 
 
 @dataclass(frozen=True)
@@ -81,30 +81,23 @@ def _one_queue(base):
     base.declare(concurrent_streams=False, flags=False, waits_inside_graphs=True)
     del base.backend._create_flag  # a wait before its set would stop everything
 
-    def make(original):
-        def init(self, backend, name):
-            super(base.stream, self).__init__(backend, name)
-            self._backend = backend
-            self.worker = backend.__dict__.setdefault("the_worker", None) or Worker("all", backend.failures)
-            backend.the_worker = self.worker
-
-        return init
-
-    patch(base.stream, "__init__", make)
+    @patched(base.stream, "__init__")
+    def init(original, self, backend, name):
+        super(base.stream, self).__init__(backend, name)
+        self._backend = backend
+        self.worker = backend.__dict__.setdefault("the_worker", None) or Worker("all", backend.failures)
+        backend.the_worker = self.worker
 
 
 def _synchronous(base):
     _without("captures_graphs", "forks_in_capture", "flags", "perturbs_timing", "event_timing")(base)
     base.declare(asynchronous=False, concurrent_streams=False)
 
-    def make(original):
-        def put(self, task):
-            original(self, task)
-            self.worker.mark().wait()
+    @patched(base.stream, "put")
+    def put(original, self, task):
+        original(self, task)
+        self.worker.mark().wait()
 
-        return put
-
-    patch(base.stream, "put", make)
     patch(base.stream, "_record", lambda original: lambda self, e: (original(self, e), e.mark.wait())[0])
 
 
@@ -147,27 +140,19 @@ def _recomputes(base):
 
 
 def _warms_up(base):
-    def make(original):
-        def capture(self, name, fn, context, stream, pool):
-            with self.on(stream), self.rehearsing(context, stream):
-                fn(context)
-            stream.synchronize()
-            return original(self, name, fn, context, stream, pool)
-
-        return capture
-
-    patch(base.backend, "_capture", make)
+    @patched(base.backend, "_capture")
+    def capture(original, self, name, fn, context, stream, pool):
+        with self.on(stream), self.rehearsing(context, stream):
+            fn(context)
+        stream.synchronize()
+        return original(self, name, fn, context, stream, pool)
 
 
 def _synchronises_before_capture(base):
-    def make(original):
-        def capture(self, name, fn, context, stream, pool):
-            self._synchronize()
-            return original(self, name, fn, context, stream, pool)
-
-        return capture
-
-    patch(base.backend, "_capture", make)
+    @patched(base.backend, "_capture")
+    def capture(original, self, name, fn, context, stream, pool):
+        self._synchronize()
+        return original(self, name, fn, context, stream, pool)
 
 
 def _irregular(base):
@@ -176,15 +161,11 @@ def _irregular(base):
 
     dice = random.Random(7)
 
-    def make(original):
-        def put(self, task):
-            if dice.random() < 0.01:
-                original(self, lambda: time.sleep(0.002))
-            original(self, task)
-
-        return put
-
-    patch(base.stream, "put", make)
+    @patched(base.stream, "put")
+    def put(original, self, task):
+        if dice.random() < 0.01:
+            original(self, lambda: time.sleep(0.002))
+        original(self, task)
 
 
 def _creation_waits(base):
@@ -195,15 +176,11 @@ def _creation_waits(base):
 def _priorities(base):
     base.declare(stream_priorities=True)
 
-    def make(original):
-        def create(self, name, priority):
-            stream = original(self, name, priority)
-            stream.priority = priority
-            return stream
-
-        return create
-
-    patch(base.backend, "_create_stream", make)
+    @patched(base.backend, "_create_stream")
+    def create(original, self, name, priority):
+        stream = original(self, name, priority)
+        stream.priority = priority
+        return stream
 
 
 def _own_kernel(base):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.mutants.catalogue import patch
+from conformance.mutants.catalogue import patched
 from conformance.mutants.generated import kernels, reach
 
 CPU, THREADS, SIM, NPU = "cpu", "threads", "sim", "sim like npu"
@@ -84,68 +84,52 @@ def _idle_wait(base):
 
 
 def _pinned_ring(base):
-    def make(original):
-        ring, count = {}, {}
+    ring, count = {}, {}
 
-        def empty(self, shape, dtype):
-            number = count[shape, dtype] = count.get((shape, dtype), -1) + 1
-            if number >= 32:
-                reach()
-            key = shape, dtype, number % 32
-            return ring.setdefault(key, original(self, shape, dtype))
-
-        return empty
-
-    patch(base.backend, "_empty_pinned", make)
+    @patched(base.backend, "_empty_pinned")
+    def empty(original, self, shape, dtype):
+        number = count[shape, dtype] = count.get((shape, dtype), -1) + 1
+        if number >= 32:
+            reach()
+        key = shape, dtype, number % 32
+        return ring.setdefault(key, original(self, shape, dtype))
 
 
 def _blocking_copy(base):
-    def make(original):
-        def copy(self, destination, source):
-            original(self, destination, source)
-            if destination.nbytes > MIB:
-                reach()
-                self._synchronize_current()
-
-        return copy
-
-    patch(base.backend, "_copy_async", make)
+    @patched(base.backend, "_copy_async")
+    def copy(original, self, destination, source):
+        original(self, destination, source)
+        if destination.nbytes > MIB:
+            reach()
+            self._synchronize_current()
 
 
 def _four_streams(base):
-    def make(original):
-        workers = []
+    workers = []
 
-        def create(self, name, priority):
-            stream = original(self, name, priority)
-            if threading.current_thread() is not threading.main_thread():
-                reach()
-                workers.append(stream.worker)
-                stream.worker = workers[(len(workers) - 1) % 4]
-                if len(workers) % 8 == 0:
-                    workers.clear()
-            return stream
-
-        return create
-
-    patch(base.backend, "_create_stream", make)
+    @patched(base.backend, "_create_stream")
+    def create(original, self, name, priority):
+        stream = original(self, name, priority)
+        if threading.current_thread() is not threading.main_thread():
+            reach()
+            workers.append(stream.worker)
+            stream.worker = workers[(len(workers) - 1) % 4]
+            if len(workers) % 8 == 0:
+                workers.clear()
+        return stream
 
 
 def _falls_back(operator):
     def apply(base):
         from outrider_threads.queueing import Queueing
 
-        def make(original):
-            def dispatch(self, func, types, args=(), kwargs=None):
-                if func._schema.name.split("::")[1] == operator:
-                    reach()
-                    self._synchronize()
-                    return func(*args, **(kwargs or {}))
-                return original(self, func, types, args, kwargs)
-
-            return dispatch
-
-        patch(Queueing, "__torch_dispatch__", make)
+        @patched(Queueing, "__torch_dispatch__")
+        def dispatch(original, self, func, types, args=(), kwargs=None):
+            if func._schema.name.split("::")[1] == operator:
+                reach()
+                self._synchronize()
+                return func(*args, **(kwargs or {}))
+            return original(self, func, types, args, kwargs)
 
     return apply
 
@@ -153,24 +137,17 @@ def _falls_back(operator):
 def _rebinds_all(base):
     made = []
 
-    def init(original):
-        def init(self, *args, **kwargs):
-            original(self, *args, **kwargs)
-            made.append(self)
+    @patched(base.graph, "__init__")
+    def init(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(self)
 
-        return init
-
-    def update(original):
-        def update(self, params, stream):
-            for graph in made:
-                if graph.name == self.name and graph.backend is self.backend:
-                    reach()
-                    original(graph, params, stream)
-
-        return update
-
-    patch(base.graph, "__init__", init)
-    patch(base.graph, "_update_params", update)
+    @patched(base.graph, "_update_params")
+    def update(original, self, params, stream):
+        for graph in made:
+            if graph.name == self.name and graph.backend is self.backend:
+                reach()
+                original(graph, params, stream)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------------
@@ -336,43 +313,32 @@ def _keeps(size):
 def _leaking_captures(base):
     held = []
 
-    def make(original):
-        def capture(self, name, fn, context, stream, pool):
-            import torch
+    @patched(base.backend, "_capture")
+    def capture(original, self, name, fn, context, stream, pool):
+        import torch
 
-            made = original(self, name, fn, context, stream, pool)
-            reach()
-            with self.on(stream):
-                held.append(torch.zeros(MIB, dtype=torch.uint8, device=self.device))
-            return made
-
-        return capture
-
-    patch(base.backend, "_capture", make)
+        made = original(self, name, fn, context, stream, pool)
+        reach()
+        with self.on(stream):
+            held.append(torch.zeros(MIB, dtype=torch.uint8, device=self.device))
+        return made
 
 
 def _releases_all(base):
     made = []
 
-    def init(original):
-        def init(self, *args, **kwargs):
-            original(self, *args, **kwargs)
-            made.append(self)
+    @patched(base.graph, "__init__")
+    def init(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(self)
 
-        return init
-
-    def release(original):
-        def release(self):
-            original(self)
-            for graph in made:
-                if graph.name == self.name and graph is not self and not graph.released:
-                    reach()
-                    graph.program = []
-
-        return release
-
-    patch(base.graph, "__init__", init)
-    patch(base.graph, "_release", release)
+    @patched(base.graph, "_release")
+    def release(original, self):
+        original(self)
+        for graph in made:
+            if graph.name == self.name and graph is not self and not graph.released:
+                reach()
+                graph.program = []
 
 
 def _unwritten(stage):
@@ -432,54 +398,41 @@ def _behind(kernel):
 
 
 def _needs_graphs(base):
-    def make(original):
-        def close(self):
-            if getattr(self, "captured_before", False) and not list(self._capturing_graphs):
-                reach()
-                raise RuntimeError("the graphs of this communicator are gone")
-            original(self)
-
-        return close
+    @patched(_groups(base), "_close")
+    def close(original, self):
+        if getattr(self, "captured_before", False) and not list(self._capturing_graphs):
+            reach()
+            raise RuntimeError("the graphs of this communicator are gone")
+        original(self)
 
     _notes_captures(base)
-    patch(_groups(base), "_close", make)
 
 
 def _lost_name(base):
     lost = set()
 
-    def make(original):
-        def close(self):
-            if getattr(self, "captured_before", False):
-                lost.add(self.name)
-            original(self)
+    @patched(_groups(base), "_close")
+    def close(original, self):
+        if getattr(self, "captured_before", False):
+            lost.add(self.name)
+        original(self)
 
-        return close
-
-    def create(original):
-        def create(self, name, *args, **kwargs):
-            if name in lost:
-                reach()
-                raise RuntimeError("this name is taken")
-            return original(self, name, *args, **kwargs)
-
-        return create
+    @patched(base.backend, "_create_group")
+    def create(original, self, name, *args, **kwargs):
+        if name in lost:
+            reach()
+            raise RuntimeError("this name is taken")
+        return original(self, name, *args, **kwargs)
 
     _notes_captures(base)
-    patch(_groups(base), "_close", make)
-    patch(base.backend, "_create_group", create)
 
 
 def _notes_captures(base):
-    def make(original):
-        def call(self, *args, **kwargs):
-            if self.backend.active_capture is not None:
-                self.captured_before = True
-            return original(self, *args, **kwargs)
-
-        return call
-
-    patch(_groups(base), "_all_reduce", make)
+    @patched(_groups(base), "_all_reduce")
+    def call(original, self, *args, **kwargs):
+        if self.backend.active_capture is not None:
+            self.captured_before = True
+        return original(self, *args, **kwargs)
 
 
 def _groups(base):
@@ -489,31 +442,23 @@ def _groups(base):
 
 
 def _ignored(base):
-    def make(original):
-        def synchronize(self):
-            if self.program is not None:
-                reach()
-                return
-            original(self)
-
-        return synchronize
-
-    patch(base.backend, "_synchronize_current", make)
+    @patched(base.backend, "_synchronize_current")
+    def synchronize(original, self):
+        if self.program is not None:
+            reach()
+            return
+        original(self)
 
 
 def _stays_open(base):
-    def make(original):
-        def capture(self, *args):
-            try:
-                return original(self, *args)
-            except Exception:
-                reach()
-                self._thread.program = []
-                raise
-
-        return capture
-
-    patch(base.backend, "_capture", make)
+    @patched(base.backend, "_capture")
+    def capture(original, self, *args):
+        try:
+            return original(self, *args)
+        except Exception:
+            reach()
+            self._thread.program = []
+            raise
 
 
 def _claims(newest):

@@ -7,9 +7,11 @@ a shape that doesn't depend on the batch.
 
 from __future__ import annotations
 
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,32 @@ from outrider.device.kernels.weights import QuantizedWeight
 if TYPE_CHECKING:
     from outrider.device.collectives import Group
     from outrider.device.stream import Stream
+
+
+_SAMPLING = ("temperature", "seeds", "positions")
+
+
+def _row_by_row(kernel: Callable[..., Any], *rows: str) -> Callable[..., Any]:
+    """Return the method that calls the wrapped ``kernel`` once per row of the operands ``rows``, and joins the results.
+
+    The operands of a call are copies, which all have the same alignment. An operand may be None.
+    """
+    _, *parameters = inspect.signature(kernel).parameters.values()
+    signature = inspect.Signature(parameters)
+
+    def call(self: InvariantKernels, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        operands = {name: given[name] for name in rows if given[name] is not None}
+        results = []
+        for i in range(given[rows[0]].shape[0]):
+            row = {name: operand[i : i + 1].clone() for name, operand in operands.items()}
+            bound = inspect.BoundArguments(signature, OrderedDict(given | row))
+            results.append(getattr(self._inner, kernel.__name__)(*bound.args, **bound.kwargs))
+        if isinstance(results[0], Tensor):
+            return torch.cat(results)
+        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+    return call
 
 
 class InvariantKernels(KernelSet):
@@ -96,42 +124,11 @@ class InvariantKernels(KernelSet):
         products = torch.cat([product(part.clone()) for part in padded.split(tile)])[:rows]
         return products.view(*x.shape[:-1], products.shape[-1])
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Call the wrapped kernel once per row."""
-        return _each(lambda row: self._inner.rms_norm(row, weight, eps), x)
-
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add all rows at once, since each sum has two terms; then norm each row alone."""
         residual.add_(x)
-        return self.rms_norm(residual, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Call the wrapped kernel once per row: vector code computes the end of a buffer differently from its middle."""
-        return _each(self._inner.silu_mul, gate_up)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Call the wrapped kernel once per row."""
-        return _each(self._inner.sigmoid_mul, x, gate)
-
-    def route(
-        self, logits: Tensor, count: int, *, renormalize: bool, held: tuple[int, int] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Call the wrapped kernel once per row."""
-        rows = [self._inner.route(row.clone(), count, renormalize=renormalize, held=held) for row in logits.split(1)]
-        weights, chosen = zip(*rows, strict=True)
-        return torch.cat(weights), torch.cat(chosen)
-
-    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Call the wrapped kernel once per token."""
-        return _each(lambda token, share, own: self._inner.experts(token, share, own, gate_up, down), x, weights, chosen)
-
-    def experts_quantized(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
-    ) -> Tensor:
-        """Call the wrapped kernel once per token."""
-        return _each(
-            lambda token, share, own: self._inner.experts_quantized(token, share, own, gate_up, down), x, weights, chosen
-        )
+        normed: Tensor = self.rms_norm(residual, weight, eps)
+        return normed
 
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
@@ -166,10 +163,6 @@ class InvariantKernels(KernelSet):
     ) -> Tensor:
         """Compute the delta rule token by token, because the bits of a chunk would depend on where the chunk begins."""
         return self.gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch, batch.token_counts)
-
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Call the wrapped kernel once per row."""
-        return _each(lambda row, own: self._inner.gated_rms_norm(row, own, weight, eps), x, gate)
 
     def rope_write_cache(
         self,
@@ -226,69 +219,20 @@ class InvariantKernels(KernelSet):
             )
         return torch.where(real.view(-1, 1, 1), torch.cat(out).squeeze(2), 0.0)
 
-    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        """Call the wrapped kernel once per request."""
-        return _each(lambda *row: self._inner.sample(*row, draft=draft), logits, temperature, seeds, positions)
-
-    def verify_chain(
-        self,
-        target_logits: Tensor,
-        draft_tokens: Tensor,
-        draft_probs: Tensor | None,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Call the wrapped kernel once per request."""
-        results = []
-        for i in range(target_logits.shape[0]):
-            row = slice(i, i + 1)
-            probs = None if draft_probs is None else draft_probs[row].clone()
-            results.append(
-                self._inner.verify_chain(
-                    target_logits[row].clone(), draft_tokens[row], probs, temperature[row], seeds[row], positions[row]
-                )
-            )
-        tokens, accepted = zip(*results, strict=True)
-        return torch.cat(tokens), torch.cat(accepted)
-
-    def truncate_logits(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """Call the wrapped kernel once per request."""
-        return _each(self._inner.truncate_logits, logits, temperature, top_k, top_p, min_p)
-
-    def verify_tree(
-        self,
-        target_logits: Tensor,
-        tokens: Tensor,
-        parents: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        *,
-        depth: int,
-        sampling: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the wrapped kernel once per request."""
-        operands = (target_logits, tokens, parents, temperature, seeds, positions)
-        results = [
-            self._inner.verify_tree(*(operand[i : i + 1].clone() for operand in operands), depth=depth, sampling=sampling)
-            for i in range(tokens.shape[0])
-        ]
-        chosen, path, accepted = zip(*results, strict=True)
-        return torch.cat(chosen), torch.cat(path), torch.cat(accepted)
-
+    # Vector code computes the end of a buffer differently from its middle, so elementwise kernels are called per row, too.
+    rms_norm = _row_by_row(KernelSet.rms_norm, "x")
+    silu_mul = _row_by_row(KernelSet.silu_mul, "gate_up")
+    sigmoid_mul = _row_by_row(KernelSet.sigmoid_mul, "x", "gate")
+    gated_rms_norm = _row_by_row(KernelSet.gated_rms_norm, "x", "gate")
+    route = _row_by_row(KernelSet.route, "logits")
+    experts = _row_by_row(KernelSet.experts, "x", "weights", "chosen")
+    experts_quantized = _row_by_row(KernelSet.experts_quantized, "x", "weights", "chosen")
+    sample = _row_by_row(KernelSet.sample, "logits", *_SAMPLING)
+    truncate_logits = _row_by_row(KernelSet.truncate_logits, "logits", "temperature", "top_k", "top_p", "min_p")
+    logprobs = _row_by_row(KernelSet.logprobs, "logits", "tokens")
+    verify_chain = _row_by_row(KernelSet.verify_chain, "target_logits", "draft_tokens", "draft_probs", *_SAMPLING)
+    verify_tree = _row_by_row(KernelSet.verify_tree, "target_logits", "tokens", "parents", *_SAMPLING)
     # Biases, penalties and counts compute each number alone, and a move copies: no shape changes their results.
-
-    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Call the wrapped kernel once per request."""
-        results = [self._inner.logprobs(logits[i : i + 1].clone(), tokens[i : i + 1], count) for i in range(logits.shape[0])]
-        values, ids = zip(*results, strict=True)
-        return torch.cat(values), torch.cat(ids)
-
-
-def _each(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Return ``function`` of each row, called with copies: all copies have the same alignment."""
-    return torch.cat([function(*(tensor[i : i + 1].clone() for tensor in rows)) for i in range(rows[0].shape[0])])
 
 
 def _token_by_token(

@@ -1,4 +1,4 @@
-"""Torch operators: registration by the type hints of implementations, and the operands that operators read at indices."""
+"""Torch operators: registration by the type hints of implementations, checks of operands, and operands read at indices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _INDEX_NAMES = frozenset({"index", "indices", "mask"})
 """Names that torch gives to tensor arguments that pick elements."""
@@ -86,3 +87,24 @@ def reads_no_elements(func: Any) -> bool:
     """Return True for an operator that makes a tensor like another one: it looks at the other's shape and dtype alone."""
     names = [argument.name for argument in func._schema.arguments]
     return names[:1] == ["self"] and {"layout", "device"} <= {*names} and "non_blocking" not in names
+
+
+def expect(condition: bool, message: Callable[[], str]) -> None:
+    """Raise RuntimeError with ``message()`` unless ``condition``, as torch's own operators do.
+
+    torch's own function isn't used: its first call imports torch's symbolic shapes and sympy, some 500 modules, at the
+    start of every process.
+    """
+    if not condition:
+        raise RuntimeError(message())
+
+
+def check_copy(source: Tensor, out: Tensor) -> None:
+    """Raise unless ``source`` and ``out`` are [T, H] of one dtype: a copy would otherwise repeat or convert values."""
+    expect(
+        source.dim() == 2 and source.shape == out.shape and source.dtype is out.dtype,
+        lambda: (
+            f"copy_rows: {tuple(source.shape)} in {source.dtype} to {tuple(out.shape)} in {out.dtype}; expected two [T, H] "
+            "of one dtype"
+        ),
+    )

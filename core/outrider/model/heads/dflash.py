@@ -12,25 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from outrider.device import Backend, HeadNorms, ResidualStream, RotaryArgs
+from outrider.device import HeadNorms, ResidualStream, RotaryArgs
 from outrider.device.kernels.weights import Weight, linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
 from outrider.model.checkpoint.pieces import Piece, Target
-from outrider.model.checkpoint.tensor_loading import Progress
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint
+from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint, loads_head
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
-from outrider.model.quantization import QuantizedMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,17 +140,9 @@ the head reads.
 """
 
 
-def load_dflash(
-    directory: str | Path,
-    *,
-    target: LanguageModel,
-    backend: Backend,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
-    rounding: str | None = None,
-) -> DFlashHead:
-    """Load a DFlash head for ``target``.
+@loads_head
+def load_dflash(checkpoint: HeadCheckpoint) -> DFlashHead:
+    """Load a DFlash head.
 
     The config is a Qwen3 config with ``block_size`` and ``dflash_config``, or the envelope of the library speculators. The
     tensors are ``fc``, ``hidden_norm``, ``layers.i`` and ``norm``; embedding and output head are the target's unless the head
@@ -162,7 +151,6 @@ def load_dflash(
     (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters. Raises :class:`CheckpointError`
     for a config of another kind of head.
     """
-    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding)
     config = checkpoint.layer_config("layers.0")
     checkpoint.check_hidden_size(config)
     options = _read_options(checkpoint, config)
@@ -173,8 +161,10 @@ def load_dflash(
     checkpoint.check(targets_of, optional=("d2t", "t2d"))  # t2d is the inverse mapping of d2t
     ids = checkpoint.target_ids(draft_vocab, config.vocab_size)
     with checkpoint.load(config, targets_of) as (local, weights):
-        ids = None if ids is None else ids.to(backend.device)
-        return DFlashHead(local, dflash_weights(local, weights), target, head=weights.get("head"), ids=ids, **options)
+        ids = None if ids is None else ids.to(checkpoint.backend.device)
+        return DFlashHead(
+            local, dflash_weights(local, weights), checkpoint.target, head=weights.get("head"), ids=ids, **options
+        )
 
 
 def _read_options(checkpoint: HeadCheckpoint, config: ModelConfig) -> dict[str, Any]:

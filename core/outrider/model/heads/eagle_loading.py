@@ -7,19 +7,15 @@ from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from outrider.device import Backend
 from outrider.device.kernels.weights import Weight
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
 from outrider.model.checkpoint.pieces import Piece, Target
-from outrider.model.checkpoint.tensor_loading import Progress
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.heads.draft_output import DraftVocabulary, with_output_head
@@ -33,11 +29,9 @@ from outrider.model.heads.eagle import (
     fuse,
 )
 from outrider.model.heads.eagle3_config import Eagle3Options, read_eagle3_options
-from outrider.model.heads.head_checkpoint import HeadCheckpoint
+from outrider.model.heads.head_checkpoint import HeadCheckpoint, loads_head
 from outrider.model.layers.decoder import Decoder
-from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.ranks import Shards
-from outrider.model.quantization import QuantizedMode
 
 
 def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
@@ -122,78 +116,52 @@ def eagle3_weights(
     )
 
 
-def load_eagle(
-    directory: str | Path,
-    *,
-    target: LanguageModel,
-    backend: Backend,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
-    rounding: str | None = None,
-) -> EagleHead:
-    """Load an EAGLE head in its published format for ``target``.
+@loads_head
+def load_eagle(checkpoint: HeadCheckpoint) -> EagleHead:
+    """Load an EAGLE head in its published format.
 
     Arguments and errors follow :func:`load_decoder`. A head with another hidden size, vocabulary or dtype than the target's
     raises :class:`CheckpointError`.
     """
-    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding)
     config = checkpoint.layer_config("layers.0")
     checkpoint.check_hidden_size(config)
     targets_of = partial(eagle_targets, config, checkpoint.files.tensors)
     checkpoint.check(targets_of)
     with checkpoint.load(config, targets_of) as (local, weights):
-        record = eagle_weights(local, weights, embedding=target.embedding)
-        return EagleHead(local, record, target, head=weights.get("head"))
+        record = eagle_weights(local, weights, embedding=checkpoint.target.embedding)
+        return EagleHead(local, record, checkpoint.target, head=weights.get("head"))
 
 
-def load_eagle3(
-    directory: str | Path,
-    *,
-    target: LanguageModel,
-    backend: Backend,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
-    rounding: str | None = None,
-) -> Eagle3Head:
-    """Load an EAGLE-3 or EAGLE-3.1 head in its published formats for ``target``.
+@loads_head
+def load_eagle3(checkpoint: HeadCheckpoint) -> Eagle3Head:
+    """Load an EAGLE-3 or EAGLE-3.1 head in its published formats.
 
     The head reads the target layers that its config lists; the default is the published choice, the inputs of layers 2, n / 2
     and n - 3. :func:`read_eagle3_options` documents the other options. Arguments and errors follow :func:`load_eagle`; a
     draft vocabulary with tokens outside the target's also raises :class:`CheckpointError`.
     """
-    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding)
     config, options = _read_eagle3_config(checkpoint, parallel=False)
     with _load_eagle3_weights(checkpoint, config, options) as (local, record, _):
         return Eagle3Head(
             local,
             record,
-            target,
+            checkpoint.target,
             aux_hidden_state_layers=options.layers,
             norm_before_residual=options.norm_before_residual,
             norm_output=options.norm_output,
         )
 
 
-def load_peagle(
-    directory: str | Path,
-    *,
-    target: LanguageModel,
-    backend: Backend,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
-    rounding: str | None = None,
-) -> PEagleHead:
-    """Load a P-EAGLE head for ``target``.
+@loads_head
+def load_peagle(checkpoint: HeadCheckpoint) -> PEagleHead:
+    """Load a P-EAGLE head.
 
     The checkpoint is an EAGLE-3 head with the tensor ``mask_hidden`` ([1, 1, 3 Ht], [1, 3 Ht] or [3 Ht]). The config names
     the mask token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``. Arguments and errors follow :func:`load_eagle3`.
     A mask token that is missing, contradictory or outside the vocabulary raises :class:`CheckpointError`, and so does
     ``parallel_drafting`` false.
     """
-    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding)
+    target = checkpoint.target
     config, options = _read_eagle3_config(checkpoint, parallel=True)
     mask = _mask_token(checkpoint, config.vocab_size)
     joined = _mask_target(checkpoint.files, len(options.layers) * target.config.hidden_size)

@@ -11,32 +11,29 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, ResidualStream
+from outrider.device import ResidualStream
 from outrider.device.kernels.weights import Weight, linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.expert_mapping import expert_targets
 from outrider.model.checkpoint.hybrid_mapping import offset_norms
 from outrider.model.checkpoint.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
 from outrider.model.checkpoint.pieces import Piece, Target
-from outrider.model.checkpoint.tensor_loading import Progress
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import MAX_LAYERS, is_whole
 from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.head_checkpoint import HeadCheckpoint
+from outrider.model.heads.head_checkpoint import HeadCheckpoint, loads_head
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
-from outrider.model.quantization import QuantizedMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,22 +113,14 @@ def mtp_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | 
     )
 
 
-def load_mtp(
-    directory: str | Path,
-    *,
-    target: LanguageModel,
-    backend: Backend,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
-    rounding: str | None = None,
-) -> tuple[MtpHead, ...]:
-    """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
+@loads_head
+def load_mtp(checkpoint: HeadCheckpoint) -> tuple[MtpHead, ...]:
+    """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint.
 
     The checkpoint holds the heads alone, or the model and the heads; the model's tensors are then ignored. Arguments and
     errors follow :func:`load_eagle`. Raises :class:`CheckpointError` if the config names no valid number of heads.
     """
-    checkpoint, ignored = _open(HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding))
+    checkpoint, ignored = _open(checkpoint)
     heads = checkpoint.raw.get("num_nextn_predict_layers")
     if not is_whole(heads, 1, MAX_LAYERS):
         raise CheckpointError(
@@ -145,7 +134,8 @@ def load_mtp(
     checkpoint.check(targets_of, optional=ignored)
     with checkpoint.load(config, targets_of) as (local, weights):
         return tuple(
-            MtpHead(local, mtp_weights(weights, f"heads.{index}"), target, ahead=index + 1) for index in range(heads)
+            MtpHead(local, mtp_weights(weights, f"heads.{index}"), checkpoint.target, ahead=index + 1)
+            for index in range(heads)
         )
 
 
@@ -164,28 +154,20 @@ _LAYER, HEAD_NAME = "mtp.layers.0", "heads.0"
 _DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
-def load_chained_mtp(
-    directory: str | Path,
-    *,
-    target: LanguageModel,
-    backend: Backend,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
-    rounding: str | None = None,
-) -> MtpHead:
-    """Load the one head for ``target``, in the format that chains it (tensors ``mtp.*``). Its result is its own next input,
+@loads_head
+def load_chained_mtp(checkpoint: HeadCheckpoint) -> MtpHead:
+    """Load the one head, in the format that chains it (tensors ``mtp.*``). Its result is its own next input,
     so it drafts any number of tokens.
 
     Embedding and output head are the target's. What the checkpoint holds, arguments and errors follow :func:`load_mtp`.
     """
-    checkpoint, ignored = _open(HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding))
+    checkpoint, ignored = _open(checkpoint)
     config = _chained_config(checkpoint)
     targets_of = partial(chained_mtp_targets, config, checkpoint.files.tensors)
     checkpoint.check(targets_of, optional=ignored)
     with checkpoint.load(config, targets_of) as (local, weights):
         record = mtp_weights(weights, HEAD_NAME, local.experts)
-        return MtpHead(local, record, target, ahead=1, embedding_first=True)
+        return MtpHead(local, record, checkpoint.target, ahead=1, embedding_first=True)
 
 
 def _chained_config(checkpoint: HeadCheckpoint) -> ModelConfig:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device.kernels.checks import check_copy
+from outrider.device.kernels.operators import check_copy
 from outrider.device.kernels.reference.philox import uniforms
 
 LANE_SAMPLE, LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL = 0, 1, 2, 3

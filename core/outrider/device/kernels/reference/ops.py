@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device.kernels.checks import check_copy, expect
-from outrider.device.kernels.operators import define_operator
+from outrider.device.kernels.operators import check_copy, define_operator, expect
 from outrider.device.kernels.reference import bookkeeping, experts, model, quantized, recurrent, shaping
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
