@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outrider.device import Backend, BackendInfo, OutriderError
+from outrider_conformance.completed_waits import checking_waits
 from outrider_conformance.kernel_calls import counting
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
@@ -169,13 +170,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Record the verbs of the plugin that a test calls, so that the report can rank the causes of failures.
+    """Check the host's waits, and record the verbs of the plugin that a test calls, so that the report can rank the causes.
 
     Random programs call all verbs: a failing one blames one of them by itself.
     """
-    if level_of(item.path) is None or "random_programs" in getattr(item, "fixturenames", ()):
+    if level_of(item.path) is None:
         return (yield)
-    with tracing_verbs() as verbs:
+    if "random_programs" in getattr(item, "fixturenames", ()):
+        with checking_waits():
+            return (yield)
+    with checking_waits(), tracing_verbs() as verbs:
         try:
             return (yield)
         finally:

@@ -41,7 +41,7 @@ class Unseen:
 
 
 def plugins() -> dict[str, Unseen]:
-    made = [*drivers(), *numerics(), *asked()]
+    made = [*drivers(), *numerics(), *asked(), *rare()]
     found = {one.name: one for one in made}
     assert len(found) == len(made), "two plugins have one name"
     return found
@@ -474,6 +474,89 @@ def _claims(newest):
         from outrider.device import hookimpl
 
         base.plugin.backend_info = hookimpl(backend_info)
+
+    return apply
+
+
+# -- once in many calls, of another object, and beyond a size --------------------------------------------------------------
+
+
+def rare() -> Iterator[Unseen]:
+    many = ("test_l1_many",)
+    for owner, verb in (("event", "Event"), ("stream", "Stream"), ("backend", "Backend")):
+        promises = (f"{verb}.synchronize", f"{verb}._synchronize")
+        fault = f"one synchronize of the {owner} in 200 returns early"
+        fast = owner == "event"
+        yield Unseen(
+            fault, THREADS, 1, _early(owner, 200), promises, many, f"hundreds_of_waits_returns_early[{owner}", fast=fast
+        )
+    events = ("test_l1_events",)
+    yield Unseen("times are of first records", THREADS, 1, _first_times, ("Event.elapsed_ms",), events, "measure", fast=True)
+    copies, replay = ("Backend.copy_async",), ("Graph.replay",)
+    yield Unseen("a long copy lacks its end", CPU, 1, _short_copy, copies, ("test_l1_copies",), "long_copy", fast=True)
+    yield Unseen("a graph holds 1,000 tasks", THREADS, 2, _at_most(1000), replay, ("test_l2_graphs",), "thousands", fast=True)
+
+
+def _early(owner, every):
+    def apply(base):
+        calls = []
+
+        def make(original):
+            def synchronize(self):
+                calls.append(0)
+                if len(calls) % every == 0:
+                    reach()
+                    return
+                original(self)
+
+            return synchronize
+
+        patch(getattr(base, owner), "_synchronize", make)
+
+    return apply
+
+
+def _first_times(base):
+    def record(original):
+        def record(self, event):
+            original(self, event)
+            event.first = getattr(event, "first", event.mark)
+
+        return record
+
+    def elapsed(self, end):
+        reach()
+        return (end.first.time - self.first.time) * 1e3
+
+    patch(base.stream, "_record", record)
+    base.event._elapsed_ms = elapsed
+
+
+def _short_copy(base):
+    def make(original):
+        def copy(self, destination, source):
+            if source.nbytes > 8 * MIB and source.dim() == 1:
+                reach()
+                destination, source = destination[:-64], source[:-64]
+            original(self, destination, source)
+
+        return copy
+
+    patch(base.backend, "_copy_async", make)
+
+
+def _at_most(count):
+    def apply(base):
+        def make(original):
+            def run(self):
+                if len(self.program) > count:
+                    reach()
+                for task in self.program[:count]:
+                    task()
+
+            return run
+
+        patch(base.graph, "_run", make)
 
     return apply
 

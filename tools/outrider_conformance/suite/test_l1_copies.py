@@ -144,6 +144,25 @@ def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
         lab.check_in_some_order(observing(partial(is_pending, width)), words)
 
 
+@promise("Backend.copy_async", "device to device, pinned host to device, or back.")
+@pytest.mark.parametrize("length", _LENGTHS)
+def test_every_byte_of_a_long_copy_arrives(lab: Lab, length: int) -> None:
+    """A round trip over two device tensors returns every element, and changes none after it."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    up, down = (backend.empty_pinned(name, (length + 1,), torch.int32).tensor for name in ("up", "down"))
+    torch.arange(length + 1, out=up)
+    down.fill_(-1)
+    with backend.on(stream):
+        here, there = (torch.full((length + 1,), -1, dtype=torch.int32, device=backend.device) for _ in range(2))
+    for destination, source in ((here, up), (there, here), (down, there)):
+        backend.copy_async(destination[:length], source[:length], stream=stream)
+    stream.synchronize()
+    right = down == up
+    right[length] = down[length] == -1
+    assert right.all(), f"{int((~right).sum())} of {length} elements are wrong, the first at {int((~right).nonzero()[0])}"
+
+
 @promise("PinnedBuffer", "``tensor`` is the host tensor; slices of it stay pinned.")
 def test_a_copy_of_a_slice_leaves_its_neighbours_alone(lab: Lab) -> None:
     """Copies between slices of a pinned buffer and of a device tensor change no neighbouring element."""

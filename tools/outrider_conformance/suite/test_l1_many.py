@@ -13,7 +13,7 @@ import torch
 
 from outrider.device import Backend
 from outrider_conformance.lab import Lab, expect, in_every_order
-from outrider_conformance.promises import promise
+from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 
 _MANY = 300
@@ -21,6 +21,8 @@ _MANY = 300
 _DEEP = 520
 _LONG = 33_000
 """Number of records: more than half of the range of 16 bits, beyond which a difference of counters changes its sign."""
+_PENDING = 1 << 18
+"""Number of elements of an operation that is pending when its call returns."""
 _SECONDS = 1.0
 _ROUNDS, _WRITES = 4, 12
 
@@ -47,6 +49,24 @@ def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
             expect(lab.current_values(x), float(number), f"what {number + 1} operations left on a stream that says it's idle")
     assert before.query(), "an event that was over isn't over any more"
     expect(lab.read_tensor(stream, x), float(_DEEP - 1), "what the last operation left")
+
+
+@needs("asynchronous")
+@promise("Event.synchronize", "Block the calling thread until the latest generation has completed.")
+@pytest.mark.parametrize("waited", ["event", "stream", "backend"])
+def test_none_of_hundreds_of_waits_returns_early(lab: Lab, waited: str) -> None:
+    """Each of hundreds of calls of ``synchronize`` returns after the work that it covers. The kit asks after each wait."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x = lab.full(stream, 0, width=_PENDING)
+    event = backend.create_event("e")
+    waits = {"event": event.synchronize, "stream": stream.synchronize, "backend": backend.synchronize}
+    for _ in range(_DEEP if backend.control is None else 1):
+        with backend.on(stream):
+            x.add_(1)
+        stream.record(event)
+        waits[waited]()
+    backend.synchronize()
 
 
 @promise("Event", "A wait that is enqueued stays valid when the Python object is dropped.")

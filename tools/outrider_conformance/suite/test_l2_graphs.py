@@ -13,6 +13,10 @@ from outrider.device import CaptureContext, Graph, GraphPool, InterfaceError, St
 from outrider_conformance.lab import CALLS, THREADS, WIDTH, Lab, call_at_once, expect, in_every_order, in_some_order
 from outrider_conformance.promises import needs, promise
 
+_OPERATIONS = 700
+"""A third of the number of operations of a long graph: more than pages and queues of 256, 512, 1024 or 2048 entries hold."""
+_MODULUS = 65_521
+
 
 def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | None = None, *, slow: bool = False) -> Graph:
     """Capture a graph of ``y = 3 * x + 1`` with its own intermediate; x is 0 and y is -1 at first.
@@ -51,6 +55,26 @@ def test_a_replay_does_the_work_again(lab: Lab) -> None:
         expect(lab.read_tensor(stream, graph.outputs["y"]), 3.0 * turn + 1, f"the output of replay {turn}")
     expect(graph.generation, 3, "generations after three replays")
     expect(backend.replays - replays, 3, "replays that the backend counts")
+
+
+@promise("Graph.replay", "Enqueue the captured work on ``stream``")
+def test_a_graph_holds_thousands_of_operations(lab: Lab) -> None:
+    """A replay runs each of the captured operations once and in order, and so does the next replay."""
+    (stream,) = lab.streams("s")
+    x = lab.full(stream, 0, dtype=torch.float64)
+
+    def fn(context: CaptureContext) -> None:
+        for number in range(_OPERATIONS):
+            context.outputs["x"].mul_(2).add_(number).remainder_(_MODULUS)
+
+    graph = lab.backend.capture("long", fn, stream=stream, inputs={}, outputs={"x": x})
+    lab.fill(stream, x, 1)  # a warm-up may have run it
+    value = 1
+    for turn in (1, 2):
+        graph.replay(stream)
+        for number in range(_OPERATIONS):
+            value = (2 * value + number) % _MODULUS
+        expect(lab.read_tensor(stream, x), float(value), f"{3 * _OPERATIONS} operations after replay {turn}")
 
 
 @promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")

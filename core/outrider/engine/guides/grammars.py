@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -405,6 +406,7 @@ class Grammars:
             compiled = _compile_guide(compiler, guide)
         except Exception as error:  # xgrammar raises RuntimeError and others for guides that it rejects
             reason = one_line(str(error).split("Check failed: ")[-1].split("] ", 1)[-1])
+            reason = re.sub(r"^\S+\.(cc|h):\d+: ", "", reason)  # the place in xgrammar's sources
             raise RequestError(f"the {type(guide).__name__} guide can't be compiled: {reason}") from error
         if compiled.memory_size_bytes > CACHE_BYTES // 4:
             raise RequestError(

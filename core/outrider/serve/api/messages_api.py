@@ -98,7 +98,8 @@ def translate_messages_request(request: CountTokensRequest) -> ChatRequest:
     variables: dict[str, Any] = {}
     if request.thinking is not None:
         variables = dict(thinking_variables(request.thinking.get("type") != "disabled"))
-    if conversation.messages[-1]["role"] == "assistant" and "tool_calls" not in conversation.messages[-1]:
+    last = conversation.messages[-1] if conversation.messages else {}
+    if last.get("role") == "assistant" and "tool_calls" not in last:
         variables |= {"continue_final_message": True, "add_generation_prompt": False}
     fields["chat_template_kwargs"] = variables | (request.chat_template_kwargs or {}) or None
     fields |= _tool_fields(request)
@@ -115,7 +116,7 @@ def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
         if "input_schema" in tool
     ]
     choice = request.tool_choice or {}
-    kind = choice.get("type", "auto")
+    kind = expect(choice.get("type", "auto"), str, "tool_choice.type")
     chosen: Any = {"auto": "auto", "any": "required", "none": "none"}.get(kind)
     if kind == "tool":
         chosen = {"type": "function", "function": {"name": choice.get("name")}}
@@ -297,4 +298,4 @@ def add_messages_routes(app: FastAPI, service: Service, responses: Mapping[int |
         service.check_model(body.model)
         chat = translate_messages_request(body)
         prompt = await service.build_prompts(lambda: service.prompter.chat(chat), size=None)
-        return JSONResponse({"input_tokens": len(prompt.tokens)})
+        return JSONResponse({"input_tokens": prompt.length})

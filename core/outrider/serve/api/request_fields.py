@@ -8,6 +8,7 @@ because each error takes more memory than the item.
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -46,9 +47,11 @@ ListOf = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong item ends the validation."""
 
 
-def _check_depth(value: Any) -> Any:
+def _check_object(value: Any) -> Any:
     level = [value]
     for _ in range(_MAX_DEPTH):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise ValueError("a number is NaN or infinite, which isn't JSON")
         level = [
             inner
             for outer in level
@@ -60,7 +63,7 @@ def _check_depth(value: Any) -> Any:
     raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
 
 
-NestedObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+NestedObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
 """A JSON object of any content."""
 
 
@@ -322,6 +325,10 @@ def sampling_params(
         value = getattr(request, name)
         if value is not None:
             fields[name] = value
+    for name in ("logit_bias", "stop_token_ids"):
+        wrong = next((token for token in fields[name] if not 0 <= token < info.vocab_size), None)
+        if wrong is not None:
+            raise bad_request(f"token {wrong} is outside the model's vocabulary of {info.vocab_size}", name)
     if fields["logprobs"] is not None and fields["logprobs"] > info.max_logprobs:
         name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
         raise bad_request(f"{name} is {fields['logprobs']}; this server reports {info.max_logprobs} at most", name)
@@ -338,13 +345,18 @@ def format_guide(request: SamplingFields) -> Guide | None:
     """
     response_format = request.response_format
     kind = None if response_format is None else response_format.get("type")
-    if response_format is None or kind == "text":
+    if response_format is None:
+        return None
+    _check_names(response_format, "response_format", ("type", "json_schema") if kind == "json_schema" else ("type",))
+    if kind == "text":
         return None
     try:
         if kind == "json_object":
             return JsonObject()
         if kind == "json_schema":
             named = response_format.get("json_schema")
+            if isinstance(named, dict):
+                _check_names(named, "response_format.json_schema", ("name", "description", "schema", "strict"))
             schema = named.get("schema") if isinstance(named, dict) else None
             if schema is None:
                 raise bad_request("response_format has no json_schema.schema", "response_format.json_schema.schema")
@@ -354,6 +366,13 @@ def format_guide(request: SamplingFields) -> Guide | None:
     raise bad_request(
         f"response_format has the type {shown(kind)}; expected text, json_object or json_schema", "response_format.type"
     )
+
+
+def _check_names(fields: dict[str, Any], param: str, known: tuple[str, ...]) -> None:
+    """Raise :class:`~outrider.serve.api.responses.ApiError` for a field that isn't ``known`` and isn't null."""
+    unknown = next((name for name, value in fields.items() if value is not None and name not in known), None)
+    if unknown is not None:
+        raise bad_request(f"Unknown parameter: {f'{param}.{unknown}'!r}.", f"{param}.{unknown}", "unknown_parameter")
 
 
 def check_supported(request: SamplingFields) -> None:

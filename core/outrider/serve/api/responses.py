@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,24 @@ _MESSAGES_KINDS = {
     504: "timeout_error",
 }
 """Values of the field ``type`` in Anthropic's API, by status; other errors are ``invalid_request_error``."""
+
+
+_OWN_PARAMS: Mapping[str, Mapping[str, str]] = {
+    "/v1/chat/completions": {"prompt": "messages"},
+    "/v1/responses": {
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        **dict.fromkeys(("prompt", "messages"), "input"),
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    },
+    MESSAGES_PATH: {
+        "stop": "stop_sequences",
+        "prompt": "messages",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+    },
+}
+"""For each path, the request field that becomes a field of a chat request or a prompt, by the latter's name."""
 
 
 class ApiError(Exception):
@@ -63,7 +82,15 @@ class ApiError(Exception):
 
     def encode(self, path: str = "") -> bytes:
         """Return the error in the form of the API at ``path``, as JSON in ASCII: a message may quote half a character."""
+        self._name_own_param(path)
         return json.dumps(messages_error(self) if path.startswith(MESSAGES_PATH) else self.body).encode()
+
+    def _name_own_param(self, path: str) -> None:
+        """Replace the name of a field of the chat request, or the prompt, by that of the field at ``path``."""
+        name = re.split(r"[.\[]", self.param or "")[0]
+        own = _OWN_PARAMS.get(path.removesuffix("/count_tokens"), {}).get(name)
+        if own is not None and self.param is not None:
+            self.message, self.param = self.message.replace(self.param, own), own
 
 
 def messages_error(error: ApiError) -> dict[str, Any]:

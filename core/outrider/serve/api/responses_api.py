@@ -127,7 +127,7 @@ class ResponsesTools:
             self.functions.append(function_tool(name, description, tool.get("parameters")))
             return
         self.custom.add(name)
-        grammar = (tool.get("format") or {}).get("definition")
+        grammar = expect(tool.get("format") or {}, dict, f"{field_name}.format").get("definition")
         if grammar:
             description = f"{description or ''}\n\nThe input follows this grammar:\n{grammar}".strip()
         self.functions.append(function_tool(name, description, _CUSTOM_PARAMETERS))
@@ -176,7 +176,7 @@ def _tool_fields(choice: str | dict[str, Any] | None, functions: list[dict[str, 
     if isinstance(choice, dict):
         kind = choice.get("type")
         if kind == "allowed_tools":
-            names = {tool.get("name") for _, tool in expect_objects(choice.get("tools"), "tool_choice.tools")}
+            names = [tool.get("name") for _, tool in expect_objects(choice.get("tools"), "tool_choice.tools")]
             functions = [each for each in functions if each["function"]["name"] in names]
             choice = choice.get("mode", "auto")
         elif kind in ("function", "custom"):
@@ -193,12 +193,12 @@ def _response_format(text_format: Any) -> dict[str, Any] | None:
         return None
     named = expect(text_format, dict, "text.format")
     if named.get("type") != "json_schema":
-        return {"type": named.get("type")}
+        return named
     return {"type": "json_schema", "json_schema": {"name": named.get("name"), "schema": named.get("schema")}}
 
 
 def _add_item(conversation: ConversationBuilder, name: str, item: dict[str, Any]) -> None:
-    kind = item.get("type", "message")
+    kind = expect(item.get("type", "message"), str, f"{name}.type")
     if kind not in _ITEM_ADDERS:
         raise bad_request(f"{name} is of the type {kind!r}, which this server doesn't read", f"{name}.type")
     _ITEM_ADDERS[kind](conversation, name, item)
@@ -395,6 +395,8 @@ class ResponsesWriter(TranslatedWriter):
                     yield event
             self._reasoning_tokens += len(delta.tokens) if self._splitter.is_reasoning else 0
             finish_reason = delta.finish_reason
+        if finish_reason == "length" and self._items:
+            self._items[-1]["status"] = "incomplete"
         for step in self._splitter.finish():
             for event in self._step_events(step):
                 yield event

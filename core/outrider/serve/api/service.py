@@ -220,10 +220,10 @@ class Service:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
-    def output_limit(self, prompt: EnginePrompt, max_tokens: int | None) -> int:
+    def output_limit(self, prompt: EnginePrompt, max_tokens: int | None, field: str = "max_tokens") -> int:
         """Return the maximum number of output tokens: ``max_tokens``, or the remaining context if that is None.
 
-        Raises :class:`ApiError` if prompt and output exceed the context length.
+        Raises :class:`ApiError` that names ``field`` if prompt and output exceed the context length.
         """
         longest = self.engine.info.longest_request
         length = prompt.length
@@ -232,7 +232,7 @@ class Service:
             raise bad_request(
                 f"this model's maximum context length is {longest} tokens; the request has {length} in the prompt and asks "
                 f"for {max_tokens} more",
-                "max_tokens",
+                field,
                 "context_length_exceeded",
             )
         return longest - length if max_tokens is None else max_tokens
@@ -269,7 +269,9 @@ class Service:
         else:
             calls.read_prompt(prompts[0].text)
             guide, spelled = calls.guide, self.prompter.marker_tokens
-        limits = [self.output_limit(prompt, max_tokens) for prompt in prompts]
+        newer = getattr(body, "max_completion_tokens", None) is not None
+        field = "max_completion_tokens" if newer else "max_tokens"
+        limits = [self.output_limit(prompt, max_tokens, field) for prompt in prompts]
         params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in limits]
         if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
             prompts = [prompt for prompt in prompts for _ in range(n)]

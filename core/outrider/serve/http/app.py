@@ -180,12 +180,16 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def invalid_fields(error: RequestValidationError) -> ApiError:
     """Return the API error for the first invalid field of a request."""
-    first = error.errors()[0]
+    errors = error.errors()
+    # The alternatives of a union have an error each: that of the alternative that fits furthest is the helpful one.
+    alternatives = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
+    first = max(alternatives, key=lambda each: (len(each["loc"]), [part for part in each["loc"] if isinstance(part, int)]))
     kind, location = first["type"], [str(part) for part in first["loc"] if part != "body"]
     if kind == "json_invalid":
         return bad_request(f"the body isn't JSON: {first.get('ctx', {}).get('error', first['msg'])}", None, "invalid_json")
     # The location also names the types of a union, which are no fields.
-    fields = [part for part in location if part.isdigit() or (part.isidentifier() and part not in ("str", "int", "float"))]
+    types = [part for part in location[:-1] if part[:1].isupper()] + ["str", "int", "float"]
+    fields = [part for part in location if part.isdigit() or (part.isidentifier() and part not in types)]
     param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in fields).lstrip(".") or None
     if kind == "extra_forbidden":
         param = param or location[-1]  # the name may be any text

@@ -1,0 +1,91 @@
+"""A check of every wait of the host in the suite: when it returns, the records that it covers have completed.
+
+A driver that returns early once in hundreds of calls rarely does so where a test reads a result. A query after each wait
+finds the call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+from outrider.device import Backend, Event, Stream
+from outrider_conformance.promises import first_sentence
+
+
+class _Record(NamedTuple):
+    event: weakref.ref[Event]
+    generation: int
+
+    @property
+    def is_pending(self) -> bool:
+        """True if the event exists, wasn't recorded again, and hasn't completed."""
+        event = self.event()
+        if event is None or event.generation != self.generation:
+            return False
+        with event.backend.guard(f"asking event {event.name!r}"):
+            done = event._query()
+        return not done and event.generation == self.generation
+
+
+@contextmanager
+def checking_waits() -> Generator[None]:
+    """Check every return of ``synchronize`` of an event, a stream or a backend inside the scope, on any thread.
+
+    Raises :class:`AssertionError` in the wait if a record that it covers is pending. Devices whose schedule a tool controls
+    aren't checked: a query is a step of their schedules.
+    """
+    latest: weakref.WeakKeyDictionary[Stream, _Record] = weakref.WeakKeyDictionary()
+    original = Stream.record
+
+    @wraps(original)
+    def record(stream: Stream, event: Event) -> int:
+        generation = original(stream, event)
+        if generation:
+            latest[stream] = _Record(weakref.ref(event), generation)
+        return generation
+
+    def of_event(event: Event) -> list[_Record]:
+        return [_Record(weakref.ref(event), event.generation)]
+
+    def of_stream(stream: Stream) -> list[_Record]:
+        return [latest[stream]] if stream in latest else []
+
+    def of_backend(backend: Backend) -> list[_Record]:
+        return [latest[stream] for stream in backend.streams if stream in latest]
+
+    waits: list[tuple[type, str, Callable[[Any], Iterable[_Record]]]] = [
+        (Event, "synchronize", of_event),
+        (Event, "synchronize_within", of_event),
+        (Stream, "synchronize", of_stream),
+        (Backend, "synchronize", of_backend),
+    ]
+    replaced: list[tuple[type, str, Any]] = [(Stream, "record", record)]
+    for owner, name, covered in waits:
+        replaced.append((owner, name, _checked(f"{owner.__name__}.{name}", getattr(owner, name), covered)))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    try:
+        for owner, name, method in replaced:
+            setattr(owner, name, method)
+        yield
+    finally:
+        for owner, name, method in before:
+            setattr(owner, name, method)
+
+
+def _checked(member: str, method: Callable[..., Any], covered: Callable[[Any], Iterable[_Record]]) -> Callable[..., Any]:
+    @wraps(method)
+    def wait(waited: Any, *args: Any, **kwargs: Any) -> Any:
+        backend: Backend = waited if isinstance(waited, Backend) else waited.backend
+        records = () if backend.control is not None else covered(waited)
+        result = method(waited, *args, **kwargs)
+        if result is not False and any(each.is_pending for each in records):
+            error = AssertionError(f"{member} has returned, and a record that it covers is pending")
+            error.promise = first_sentence(member)  # type: ignore[attr-defined]
+            raise error
+        return result
+
+    return wait
