@@ -2,6 +2,7 @@
 
 import gc
 import platform
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -94,16 +95,44 @@ def test_groups_of_x_have_scales_of_their_own(compiled, kind):
     assert (made[5] - expected[5]).abs().max() < 1e-33
 
 
-def test_other_processors_compute_the_same_bits(compiled, monkeypatch):
-    """LLVM has instructions for few processors only; here it composes vectors, fused sums and float16 of others."""
+@pytest.mark.parametrize(
+    ("absent", "instruction"),
+    [("none", r"vpdpwssd.*zmm"), ("avx512vnni", r"vpmaddwd.*zmm"), ("avx512", r"vpmaddwd.*ymm"), ("all", r"pmaddwd.*xmm")],
+)
+def test_other_processors_compute_the_same_bits(compiled, monkeypatch, absent, instruction):
+    """The host's features choose vectors and instructions; of the oldest processor LLVM composes vectors, fused sums and
+    float16.
+    """
     if platform.machine() != "x86_64":
-        pytest.skip("not run: the oldest processor that is tried is an x86 one")
-    monkeypatch.setattr(code_writer.binding, "get_host_cpu_name", lambda: "x86-64")
-    monkeypatch.setattr(code_writer.binding, "get_host_cpu_features", lambda: OldFeatures(f16c=False))
+        pytest.skip("not run: the processors that are tried are x86 ones")
+    binding, assembly = code_writer.binding, []
+    features, link = binding.get_host_cpu_features(), binding.create_mcjit_compiler
+    expects = absent == "all" or all(features.get(name) for name in INSTRUCTIONS[absent])
+    for name in features if absent != "all" else ():
+        features[name] &= not name.startswith(absent)
+    if absent == "all":
+        monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "x86-64")
+        features = OldFeatures(f16c=False)
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(
+        binding,
+        "create_mcjit_compiler",
+        lambda module, machine: assembly.append(machine.emit_assembly(module)) or link(module, machine),
+    )
     other = compiled_blocks.CompiledBlocks()
     for kind in ("Q4_1", "Q8_0"):
-        weight, x = blocks(kind, 1024, 128), drawn(6, 128)
-        assert torch.equal(other.linear(x, weight, None), compiled.linear(x, weight, None))
+        weight, x = blocks(kind, 1024, 128), drawn(7, 128)
+        for rows in range(1, 8):
+            assert torch.equal(other.linear(x[:rows], weight, None), compiled.linear(x[:rows], weight, None))
+    if not expects:
+        pytest.skip(f"equal bits; instructions not checked: this processor lacks one of {INSTRUCTIONS[absent]}")
+    used = set(re.findall(r"v?(?:pmaddwd|pdpwssd).*([xyz]mm)", assembly[0]))
+    assert re.search(instruction, assembly[0])
+    assert used == {instruction[-3:]}
+    assert ("vpmaddwd" in assembly[0]) == instruction.startswith("vpmaddwd")
+
+
+INSTRUCTIONS = {"none": ("avx512bw", "avx512vnni"), "avx512vnni": ("avx512bw",), "avx512": ("avx2",)}
 
 
 class OldFeatures(dict):
