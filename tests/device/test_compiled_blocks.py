@@ -194,7 +194,7 @@ def test_a_changed_weight_is_packed_again_and_freed_with_its_tensor(compiled):
 class Batch:
     """Requests with tokens in the cache and new ones, and both halves of a layer."""
 
-    def __init__(self, lens=(9, 22), new=2, padding=0, window=0):
+    def __init__(self, lens=(9, 22), new=2, padding=0, window=0, heads=HEADS):
         rows, pages, generator = len(lens) * new + padding, 33, torch.Generator().manual_seed(5)
         table = torch.randperm(pages - 1, generator=generator)[: len(lens) * 8].view(len(lens), 8).int() + 1
         positions = [length - new + index for length in lens for index in range(new)]
@@ -211,8 +211,8 @@ class Batch:
         self.attention = AttentionBlock(
             norm=drawn(HIDDEN),
             eps=1e-5,
-            qkv=blocks("Q4_1", (HEADS + 2 * KV_HEADS) * SIZE, HIDDEN),
-            output=blocks("Q4_1", HIDDEN, HEADS * SIZE),
+            qkv=blocks("Q4_1", (heads + 2 * KV_HEADS) * SIZE, HIDDEN),
+            output=blocks("Q4_1", HIDDEN, heads * SIZE),
             scale=0.2,
             window=window,
         )
@@ -250,7 +250,15 @@ def compositions(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"lens": (7,), "new": 1}, {"window": 5}, {"lens": (3, 1, 14), "new": 1, "padding": 2}, {"lens": (30,), "new": 11}],
+    [
+        {},
+        {"lens": (7,), "new": 1},
+        {"window": 5},
+        {"lens": (3, 1, 14), "new": 1, "padding": 2},
+        {"lens": (30,), "new": 11},
+        {"heads": 2},
+        {"heads": 8},
+    ],
 )
 def test_a_layer_is_that_of_the_reference(kernels, compositions, threads, options):
     batch = Batch(**options)

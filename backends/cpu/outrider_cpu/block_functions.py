@@ -25,6 +25,10 @@ from outrider_cpu.code_writer import FLOAT, INT, WORD, CodeValue, CodeWriter, Va
 
 _MAX_ROWS = MappingProxyType({8: 5, 16: 6})
 """Maximum number of rows of x for which a function keeps all sums in registers, by the number of elements of a vector."""
+_MAX_SHARED_HEADS = MappingProxyType({8: 1, 16: 4})
+"""Maximum number of query heads that read keys together, by the number of elements of a vector."""
+_ATTENTION_SUMS = 12
+"""Maximum number of vectors of weighted values that attention sums at a time, in registers."""
 _WORD_BYTES = TILE * 4
 _SCALE_BYTES = TILE * 2
 _FLOAT_BYTES = 4
@@ -56,6 +60,7 @@ class BlockFunctions:
     def __init__(self, openmp: dict[str, int] | None) -> None:
         self._writer = CodeWriter()
         self._max_rows = _MAX_ROWS[self._writer.lanes]
+        self.max_shared_heads = _MAX_SHARED_HEADS[self._writer.lanes]
         self._openmp = openmp
 
     def write_products(self) -> CodeWriter:
@@ -70,9 +75,12 @@ class BlockFunctions:
         self._write_mlp()
         return self._writer
 
-    def write_attention(self, head_size: int, products: dict[str, int]) -> CodeWriter:
-        """Write ``attention`` for heads of ``head_size``. ``products`` are the addresses of the functions for products."""
-        self._write_attention(head_size, products)
+    def write_attention(self, head_size: int, shared: int, products: dict[str, int]) -> CodeWriter:
+        """Write ``attention`` for heads of ``head_size``, ``shared`` query heads at a time, which read the same keys.
+
+        ``products`` are the addresses of the functions for products.
+        """
+        self._write_attention(head_size, shared, products)
         return self._writer
 
     def _write_tile(self, bits: int, rows: int) -> None:
@@ -225,7 +233,7 @@ class BlockFunctions:
             w.call("prepare", gated, 0, 0, rounded, sums, count, inner)
             w.call("product", down_bits, down, rounded, sums, rows, inner, groups, count, groups * width, 1)
 
-    def _write_attention(self, head_size: int, products: dict[str, int]) -> None:
+    def _write_attention(self, head_size: int, shared: int, products: dict[str, int]) -> None:
         w = self._writer
         with w.function("attention", 1) as (arguments,):
             norm, bits, packed, output_bits, output, k_cache, v_cache, window = _read(w, arguments, 8)
@@ -247,7 +255,8 @@ class BlockFunctions:
                 slot = w.load(INT, slots + row * 8)
                 target = (slot * kv_heads + head) * head_bytes
                 key = qkv + row * stride + (heads + head) * head_bytes
-                _rotate(w, key, k_cache + target, cos + row * angle_stride, sin + row * angle_stride, head_size)
+                operands = cos + row * angle_stride, sin + row * angle_stride
+                _rotate(w, key, k_cache + target, *operands, head_size, w.constant(w.vector, 1.0))
                 for part in range(0, head_bytes, w.lanes * _FLOAT_BYTES):
                     w.store(v_cache + target + part, w.load(w.vector, key + kv_heads * head_bytes + part))
             self._wait()
@@ -263,18 +272,19 @@ class BlockFunctions:
                 length = _load_int32(w, lens + which * 4)
                 end = w.select_value(row < stop, _at_least_zero(w, length - stop + row + 1), w.constant(INT, 0))
                 begin = w.select_value(w.constant(INT, 0) < window, _at_least_zero(w, end - window), w.constant(INT, 0))
-                query = qkv + row * stride
-                with w.loop(0, heads) as head, w.when(_equal((row * heads + head) % threads, thread)):
-                    operands = cos + row * angle_stride, sin + row * angle_stride
-                    _rotate(w, query + head * head_bytes, own, *operands, head_size)
-                    kv_head = head // (heads // kv_heads) * head_bytes
+                units = heads // shared
+                with w.loop(0, units) as unit, w.when(_equal((row * units + unit) % threads, thread)):
+                    for start in range(0, shared * head_size * _FLOAT_BYTES, head_size * _FLOAT_BYTES):
+                        query = qkv + row * stride + unit * (shared * head_bytes) + start
+                        operands = cos + row * angle_stride, sin + row * angle_stride
+                        _rotate(w, query, own + start, *operands, head_size, factor)
+                    kv_head = unit * shared // (heads // kv_heads) * head_bytes
                     _attend_keys(
                         w,
                         own,
                         (k_cache + kv_head, v_cache + kv_head),
-                        attended + (row * heads + head) * head_bytes,
-                        head_size,
-                        factor,
+                        attended + (row * units + unit) * (shared * head_bytes),
+                        (shared, head_size),
                         _KeyRange(w, begin, end, tables + which * row_stride * 4, page_size, kv_heads * head_bytes),
                     )
             self._wait()
@@ -330,53 +340,72 @@ class _KeyRange:
 
 def _attend_keys(
     w: CodeWriter,
-    query: CodeValue,
+    queries: CodeValue,
     caches: tuple[CodeValue, CodeValue],
     out: CodeValue,
-    head_size: int,
-    factor: CodeValue,
+    shape: tuple[int, int],
     keys: _KeyRange,
 ) -> None:
-    """Attend with one rotated query. The scores follow the query in memory."""
-    scores, step = query + head_size * _FLOAT_BYTES, w.lanes * _FLOAT_BYTES
-    parts = range(0, head_size * _FLOAT_BYTES, step)
-    for part in parts:
-        w.store(query + part, w.load(w.vector, query + part) * factor)
-    largest = Variable(w, w.constant(FLOAT, -math.inf))
-    with keys.each() as (index, offset):
-        pairs = [Variable(w, w.constant(w.vector, 0.0)) for _ in range(2)]
-        for number, part in enumerate(parts):
-            total = pairs[number % 2]
-            operands = w.load(w.vector, query + part), w.load(w.vector, caches[0] + offset + part)
-            total.set(w.intrinsic("fma", *operands, total.get()))
-        score = w.halves(pairs[0].get() + pairs[1].get(), CodeValue.__add__)
-        w.store(scores + index * _FLOAT_BYTES, score)
-        largest.set(w.select_value(largest.get() < score, score, largest.get()))
+    """Attend with rotated and scaled queries of one shape that read the same keys. The scores follow them in memory."""
+    shared, head_size = shape
+    head_bytes, step = head_size * _FLOAT_BYTES, w.lanes * _FLOAT_BYTES
+    parts, zero = range(0, head_bytes, step), w.constant(w.vector, 0.0)
     length = keys.end - keys.begin
-    w.store(scores + length * _FLOAT_BYTES, w.constant(w.vector, -math.inf))
-    total = Variable(w, w.constant(w.vector, 0.0))
-    with w.loop(0, length, w.lanes) as index:
-        at = scores + index * _FLOAT_BYTES
-        weights = _exponential(w, w.load(w.vector, at) - w.splat(largest.get()))
-        w.store(at, weights)
-        total.set(total.get() + weights)
-    values = [Variable(w, w.constant(w.vector, 0.0)) for _ in parts]
+    scores = [queries + shared * head_bytes + (length + w.lanes) * (index * _FLOAT_BYTES) for index in range(shared)]
     with keys.each() as (index, offset):
-        weight = w.splat(w.load(FLOAT, scores + index * _FLOAT_BYTES))
-        for value, part in zip(values, parts, strict=True):
-            value.set(w.intrinsic("fma", weight, w.load(w.vector, caches[1] + offset + part), value.get()))
-    whole = w.splat(w.halves(total.get(), CodeValue.__add__))
-    for value, part in zip(values, parts, strict=True):
-        w.store(out + part, value.get())
-        with w.when(w.constant(INT, 0) < length):
-            w.store(out + part, value.get() // whole)
+        sums = [zero] * shared
+        for part in parts:
+            key = w.load(w.vector, caches[0] + offset + part)
+            sums = [
+                w.intrinsic("fma", key, w.load(w.vector, queries + (n * head_bytes + part)), each)
+                for n, each in enumerate(sums)
+            ]
+        for at, products in zip(scores, sums, strict=True):
+            w.store(at + index * _FLOAT_BYTES, w.halves(products, CodeValue.__add__))
+    totals = []
+    for at in scores:
+        lowest = w.constant(w.vector, -math.inf)
+        w.store(at + length * _FLOAT_BYTES, lowest)
+        largest, total = Variable(w, lowest), Variable(w, zero)
+        with w.loop(0, length, w.lanes) as index:
+            largest.set(w.intrinsic("maxnum", largest.get(), w.load(w.vector, at + index * _FLOAT_BYTES)))
+        maximum = w.splat(w.halves(largest.get(), partial(w.intrinsic, "maxnum")))
+        with w.loop(0, length, w.lanes) as index:
+            weights = _exponential(w, w.load(w.vector, at + index * _FLOAT_BYTES) - maximum)
+            w.store(at + index * _FLOAT_BYTES, weights)
+            total.set(total.get() + weights)
+        totals.append(w.splat(w.halves(total.get(), CodeValue.__add__)))
+    count = max(1, _ATTENTION_SUMS // shared)
+    for some in (parts[first : first + count] for first in range(0, len(parts), count)):
+        values = [[Variable(w, zero) for _ in some] for _ in scores]
+        with keys.each() as (index, offset):
+            weights_of_key = [w.splat(w.load(FLOAT, at + index * _FLOAT_BYTES)) for at in scores]
+            for number, part in enumerate(some):
+                value = w.load(w.vector, caches[1] + offset + part)
+                for weight, sums_of_head in zip(weights_of_key, values, strict=True):
+                    each = sums_of_head[number]
+                    each.set(w.intrinsic("fma", weight, value, each.get()))
+        for head, (whole, sums_of_head) in enumerate(zip(totals, values, strict=True)):
+            for each, part in zip(sums_of_head, some, strict=True):
+                at = out + (head * head_bytes + part)
+                w.store(at, zero)
+                with w.when(w.constant(INT, 0) < length):
+                    w.store(at, each.get() // whole)
 
 
-def _rotate(w: CodeWriter, source: CodeValue, target: CodeValue, cos: CodeValue, sin: CodeValue, head_size: int) -> None:
-    """Rotate the halves of a head."""
+def _rotate(
+    w: CodeWriter,
+    source: CodeValue,
+    target: CodeValue,
+    cos: CodeValue,
+    sin: CodeValue,
+    head_size: int,
+    factor: CodeValue,
+) -> None:
+    """Rotate the halves of a head and multiply them by ``factor``."""
     half = head_size * _FLOAT_BYTES // 2
     for part in range(0, half, w.lanes * _FLOAT_BYTES):
-        first, second = w.load(w.vector, source + part), w.load(w.vector, source + half + part)
+        first, second = (w.load(w.vector, source + start + part) * factor for start in (0, half))
         w.store(target + part, first * w.load(w.vector, cos + part) - second * w.load(w.vector, sin + part))
         at = half + part
         w.store(target + at, second * w.load(w.vector, cos + at) + first * w.load(w.vector, sin + at))

@@ -64,7 +64,9 @@ class _Functions:
             )
         self._writer = partial(BlockFunctions, self._openmp if self._parallel else None)
         self._owners: list[Any] = []
-        self._products = self._compile(self._writer().write_products())
+        writer = self._writer()
+        self._max_shared_heads = writer.max_shared_heads
+        self._products = self._compile(writer.write_products())
         self._calls: dict[str, Any] = {name: self._call(self._products[name]) for name in ("multiply", "mlp")}
 
     def _compile(self, writer: Any) -> dict[str, int]:
@@ -75,13 +77,17 @@ class _Functions:
     def _call(self, address: int) -> tuple[int, Any]:
         return address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
-    def compile_attention(self, head_size: int) -> str:
-        """Compile the attention half of a layer for heads of this size, unless it is compiled. Return its name."""
-        name = f"attention{head_size}"
+    def compile_attention(self, head_size: int, heads_per_key: int) -> tuple[str, int]:
+        """Compile the attention half of a layer for heads of this size, unless it is compiled.
+
+        Return its name and the number of query heads whose scores it holds at a time.
+        """
+        shared = max(number for number in range(1, self._max_shared_heads + 1) if heads_per_key % number == 0)
+        name = f"attention{head_size}x{shared}"
         if name not in self._calls:
-            addresses = self._compile(self._writer().write_attention(head_size, self._products))
+            addresses = self._compile(self._writer().write_attention(head_size, shared, self._products))
             self._calls[name] = self._call(addresses["attention"])
-        return name
+        return name, shared
 
     @property
     def threads(self) -> int:
@@ -193,9 +199,9 @@ class CompiledBlocks:
         is_rotated = cos.shape[1] == size and cos.dtype is torch.float32 and cos.stride() == sin.stride()
         if not is_chain or not is_rotated or size % GROUP or cos.stride(1) != 1:
             return None
-        name = self._compiled().compile_attention(size)
         count, heads, table = rows.shape[0], tiles * TILE // size - 2 * kv_heads, batch.block_table
-        scores = size + table.shape[1] * page_size + _SCORE_PADDING
+        name, shared = self._compiled().compile_attention(size, heads // kv_heads)
+        scores = shared * (size + table.shape[1] * page_size + _SCORE_PADDING)
         stride = max(_scratch_elements(count, max(groups, output_groups)), scores)
         made = count * tiles * TILE
         memory = rows.new_empty(threads * stride + made + count * heads * size)
