@@ -54,11 +54,14 @@ def test_norm_and_gate_are_those_of_the_reference(draw, dtype):
 
 @pytest.mark.parametrize("temperature", [(0.0, 0.0), (0.0, 0.7)])
 @pytest.mark.parametrize("drafted", [0, 3])
-def test_tokens_are_those_of_the_reference(draw, temperature, drafted):
+@pytest.mark.parametrize("vocabulary", [11, 384])
+def test_tokens_are_those_of_the_reference(draw, temperature, drafted, vocabulary):
     hot, seeds, positions = torch.tensor(temperature), torch.tensor([3, 4]), torch.tensor([9, 2])
-    logits = draw(2, drafted + 1, 11).float()
-    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])[:, :drafted]
-    for probs in (None, torch.softmax(draw(2, drafted, 11).float(), dim=-1)):
+    logits = draw(2, drafted + 1, vocabulary).round(decimals=1).float()  # with equal elements
+    logits[:, :, -3:] = logits.max()
+    tokens = logits.argmax(-1)[:, :drafted]
+    tokens[1, 1:] = 4
+    for probs in (None, torch.softmax(draw(2, drafted, vocabulary).float(), dim=-1)):
         if probs is None and any(temperature):
             continue  # a row that samples has a distribution
         operands = (logits, tokens, probs, hot, seeds, positions)

@@ -147,7 +147,7 @@ class CpuKernels(KernelSet):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Skip verification without drafts, and skip the distributions if all rows are greedy."""
+        """Skip the distributions if all rows are greedy."""
         return torch.ops.outrider.verify_chain.host(  # type: ignore[no-any-return]
             target_logits, draft_tokens, draft_probs, temperature, seeds, positions
         )

@@ -18,6 +18,8 @@ from outrider_cpu.attention import attend_pages
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _define = partial(define_operator, _LIBRARY, key="CPU")
+_ARGMAX_BLOCK = 128
+"""Elements of a block whose largest element is found by vector operations."""
 
 
 def rope_write_cache(
@@ -44,10 +46,22 @@ def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     cache.index_copy_(0, slots, rows)
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """Return the lowest index of the largest element of each row [..., V]. torch compares element by element to find it; the
+    largest of each block needs only vector operations.
+    """
+    if logits.shape[-1] % _ARGMAX_BLOCK or not logits.is_contiguous():
+        return logits.argmax(-1)
+    blocks = logits.view(-1, logits.shape[-1] // _ARGMAX_BLOCK, _ARGMAX_BLOCK)
+    best = blocks.amax(-1).argmax(-1, keepdim=True)
+    inside = blocks.gather(1, best.unsqueeze(2).expand(-1, -1, _ARGMAX_BLOCK)).argmax(-1)
+    return inside.add_(best, alpha=_ARGMAX_BLOCK).view(logits.shape[:-1])
+
+
 def _sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> Tensor:
     """Return the argmax if all rows are greedy, else sample."""
     if not any(temperature.tolist()):
-        return logits.argmax(-1)
+        return argmax(logits)
     sampled: Tensor = torch.ops.outrider.sample.default(logits, temperature, seeds, positions, lane)
     return sampled
 
@@ -60,13 +74,11 @@ def _verify_chain(
     seeds: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Verify a chain of drafts; take the argmax if there are no drafts, and ignore the distributions if
-    all rows are greedy.
-    """
-    if draft_probs is not None and not any(temperature.tolist()):
-        draft_probs = None
-    if draft_probs is None and not draft_tokens.shape[1]:
-        return target_logits.argmax(-1), draft_tokens.new_zeros(draft_tokens.shape[0])
+    """Verify a chain of drafts; compare with the argmax only if all rows are greedy."""
+    if draft_probs is None or not any(temperature.tolist()):
+        choice, count = argmax(target_logits), draft_tokens.shape[1]
+        accepted = choice[:, :count].eq(draft_tokens).cumprod(1).sum(1)
+        return choice.masked_fill_(torch.arange(count + 1) > accepted.unsqueeze(1), -1), accepted
     decided: tuple[Tensor, Tensor] = torch.ops.outrider.verify_chain.default(
         target_logits, draft_tokens, draft_probs, temperature, seeds, positions
     )
