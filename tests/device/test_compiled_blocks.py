@@ -19,6 +19,7 @@ from outrider.device import (
     MlpBlock,
     ResidualStream,
     RotaryArgs,
+    SeparateInput,
 )
 from outrider_cpu import code_writer, compiled_blocks
 from outrider_cpu.block_weights import pack_blocks
@@ -153,13 +154,6 @@ def test_a_weight_in_bfloat16_of_8_bits_with_powers_of_two_is_packed(compiled):
     assert (made - expected).norm() < 3e-5 * expected.norm()
 
 
-def test_halves_whose_sizes_do_not_fit_stay_composed(compiled):
-    """The second product is added to what the first reads; EAGLE-3's attention reads twice the width that it writes."""
-    wide, output = blocks("Q8_0", 1024, 512), blocks("Q8_0", 256, 512)
-    assert compiled._both(wide, output) is None
-    assert compiled._both(wide, blocks("Q8_0", 512, 256)) is not None
-
-
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0", "Q8_0"])
 def test_only_exact_blocks_are_packed(compiled, kind):
     weight = blocks(kind, 1024, 128)
@@ -220,12 +214,12 @@ class Batch:
             norm=drawn(HIDDEN), eps=1e-5, gate_up=blocks("Q4_1", 2 * INNER, HIDDEN), down=blocks("Q8_0", HIDDEN, INNER)
         )
 
-    def layer(self, kernels, tokens=None, rows=None, halves=("attention_block", "mlp_block")):
+    def layer(self, kernels, tokens=None, rows=None, halves=("attention_block", "mlp_block"), pending=None):
         """Return the rows after the layer, and the caches; the batch itself stays as it is."""
         caches = [each.clone() for each in self.caches]
         tokens = self.tokens if tokens is None else tokens
         tokens = tokens._replace(rotary=tokens.rotary._replace(k_cache=caches[0], v_cache=caches[1]))
-        x = ResidualStream(kernels, (self.rows if rows is None else rows).clone())
+        x = ResidualStream(kernels, (self.rows if rows is None else rows).clone(), pending)
         x = kernels.resolve_block(halves[0], self.attention)(x, self.attention, tokens)
         return kernels.resolve_block(halves[1], self.mlp)(x, self.mlp).add(), *caches
 
@@ -299,6 +293,27 @@ def test_pending_and_captured_rows(kernels):
     assert torch.equal(made, batch.layer(kernels)[0])
 
 
+def test_a_layer_of_a_draft_head_reads_a_wide_input_and_keeps_rows(kernels, compositions, threads):
+    """As EAGLE-3's: the input has the embedding and the hidden state, and only accepted tokens continue."""
+    batch, kept = Batch(lens=(9, 22), new=3), torch.tensor([1, 5])
+    batch.attention = replace(batch.attention, qkv=blocks("Q8_0", (HEADS + 2 * KV_HEADS) * SIZE, 2 * HIDDEN))
+    pending = SeparateInput(drawn(6, 2 * HIDDEN))
+    last = replace(
+        batch.tokens.attention,
+        query_start=torch.tensor([0, 1, 2]).int(),
+        seq_lens=batch.tokens.attention.seq_lens - torch.tensor([1, 0]).int(),
+        max_query=1,
+    )
+    for tokens in (batch.tokens, batch.tokens._replace(attention=last, rows=LayerRows(kept=kept))):
+        made = batch.layer(kernels, tokens, pending=pending)
+        assert not compositions
+        for ours, theirs in zip(made, batch.layer(KernelSet(), tokens, pending=pending), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+        compositions.clear()
+    batch.layer(kernels)
+    assert compositions == ["attention_block"], "the residual stream is narrower than the product's input"
+
+
 class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -311,12 +326,11 @@ def test_other_calls_are_composed(kernels, compositions):
     for other in (
         tokens._replace(attention=replace(attention, tree_mask=mask)),
         tokens._replace(query_scales=torch.ones(4, 1, 1)),
-        tokens._replace(rows=LayerRows(kept=torch.arange(4))),
         tokens._replace(attention=replace(attention, max_query=65)),
     ):
         batch.layer(kernels, other)
-        assert compositions.pop() == "attention_block"
-        assert not compositions
+        assert compositions == ["attention_block"]
+        compositions.clear()
     with Watch():
         batch.layer(kernels)
     assert compositions == ["attention_block", "mlp_block"]
@@ -326,6 +340,8 @@ def test_other_layers_are_composed(kernels, monkeypatch):
     batch = Batch()
     assert not kernels.is_native("attention_block", replace(batch.attention, qkv_bias=drawn(10 * SIZE)))
     assert not kernels.is_native("mlp_block", replace(batch.mlp, down=drawn(HIDDEN, INNER)))
+    wider = blocks("Q8_0", 2 * HIDDEN, INNER)
+    assert not kernels.is_native("mlp_block", replace(batch.mlp, down=wider)), "its product is added to the input"
     assert kernels.implementation("mlp_block", batch.mlp) == "native"
     monkeypatch.setattr(compiled_blocks, "find_spec", lambda name: None)
     assert not CpuKernels().is_native("mlp_block", batch.mlp), "llvmlite is an extra"

@@ -209,10 +209,9 @@ class BlockFunctions:
     def _write_mlp(self) -> None:
         w = self._writer
         with w.function("mlp", 1) as (arguments,):
-            rows, count, norm, groups, bits, packed, inner, down_bits, down, scratch, scratch_stride, both, gated = _read(
-                w, arguments, 13
-            )
-            eps = arguments + 13 * 8
+            shared, norm, groups, bits, packed, inner, down_bits, down = _read(w, arguments, 8)
+            rows, count, scratch, scratch_stride, both, gated = _read(w, shared, 6)
+            eps = arguments + 8 * 8
             rounded = scratch + self._thread() * scratch_stride
             sums = rounded + count * w.select_value(groups < inner, inner, groups) * _GROUP_BYTES
             w.call("prepare", rows, norm, eps, rounded, sums, count, groups)
@@ -236,15 +235,16 @@ class BlockFunctions:
     def _write_attention(self, head_size: int, shared: int, products: dict[str, int]) -> None:
         w = self._writer
         with w.function("attention", 1) as (arguments,):
-            norm, bits, packed, output_bits, output, k_cache, v_cache, window = _read(w, arguments, 8)
-            eps, scale = arguments + 8 * 8, arguments + 9 * 8
-            rows, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, arguments, 10, 10)
-            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, arguments, 9, 20)
+            common, k_cache, v_cache, norm, bits, packed, output_bits, output, window = _read(w, arguments, 9)
+            eps, scale = arguments + 9 * 8, arguments + 10 * 8
+            source, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, common, 10)
+            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, common, 9, 10)
+            rows, kept, kept_count, output_tiles = _read(w, common, 4, 19)
             head_bytes = head_size * _FLOAT_BYTES
             all_heads, output_groups = heads + kv_heads * 2, heads * (head_size // GROUP)
             own = scratch + self._thread() * scratch_stride
-            sums = own + count * w.select_value(groups < output_groups, output_groups, groups) * _GROUP_BYTES
-            w.call_address(products["prepare"], rows, norm, eps, own, sums, count, groups)
+            sums = own + count * groups * _GROUP_BYTES
+            w.call_address(products["prepare"], source, norm, eps, own, sums, count, groups)
             tiles = all_heads * (head_size // TILE)
             stride = all_heads * head_bytes
             w.call_address(products["product"], bits, packed, own, sums, qkv, groups, tiles, count, stride, 0)
@@ -262,7 +262,7 @@ class BlockFunctions:
             self._wait()
             request = Variable(w, w.constant(INT, 0))
             factor = w.splat(w.load(FLOAT, scale))
-            with w.loop(0, count) as row:
+            with w.loop(0, kept_count) as row:
                 with w.loop(request.get(), requests - 1) as index:  # the request whose new tokens include the row
                     request.set(
                         w.select_value(_load_int32(w, starts + request.get() * 4 + 4) < row + 1, index + 1, request.get())
@@ -272,11 +272,11 @@ class BlockFunctions:
                 length = _load_int32(w, lens + which * 4)
                 end = w.select_value(row < stop, _at_least_zero(w, length - stop + row + 1), w.constant(INT, 0))
                 begin = w.select_value(w.constant(INT, 0) < window, _at_least_zero(w, end - window), w.constant(INT, 0))
-                units = heads // shared
+                units, token = heads // shared, w.load(INT, kept + row * 8)
                 with w.loop(0, units) as unit, w.when(_equal((row * units + unit) % threads, thread)):
                     for start in range(0, shared * head_size * _FLOAT_BYTES, head_size * _FLOAT_BYTES):
-                        query = qkv + row * stride + unit * (shared * head_bytes) + start
-                        operands = cos + row * angle_stride, sin + row * angle_stride
+                        query = qkv + token * stride + unit * (shared * head_bytes) + start
+                        operands = cos + token * angle_stride, sin + token * angle_stride
                         _rotate(w, query, own + start, *operands, head_size, factor)
                     kv_head = unit * shared // (heads // kv_heads) * head_bytes
                     _attend_keys(
@@ -288,11 +288,12 @@ class BlockFunctions:
                         _KeyRange(w, begin, end, tables + which * row_stride * 4, page_size, kv_heads * head_bytes),
                     )
             self._wait()
-            w.call_address(products["prepare"], attended, 0, 0, own, sums, count, output_groups)
+            sums = own + kept_count * output_groups * _GROUP_BYTES
+            w.call_address(products["prepare"], attended, 0, 0, own, sums, kept_count, output_groups)
             w.call_address(
                 products["product"],
-                *(output_bits, output, own, sums, rows, output_groups, groups, count),
-                *(groups * (GROUP * _FLOAT_BYTES), 1),
+                *(output_bits, output, own, sums, rows, output_groups, output_tiles, kept_count),
+                *(output_tiles * (TILE * _FLOAT_BYTES), 1),
             )
 
     def _thread(self) -> CodeValue:
