@@ -58,7 +58,7 @@ def argmax(logits: Tensor) -> Tensor:
     return inside.add_(best, alpha=_ARGMAX_BLOCK).view(logits.shape[:-1])
 
 
-def _sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> Tensor:
+def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> Tensor:
     """Return the argmax if all rows are greedy, else sample."""
     if not any(temperature.tolist()):
         return argmax(logits)
@@ -66,7 +66,7 @@ def _sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tenso
     return sampled
 
 
-def _verify_chain(
+def verify_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,
     draft_probs: Tensor | None,
@@ -85,7 +85,7 @@ def _verify_chain(
     return decided
 
 
-def _find_nan(x: Tensor, found: Tensor) -> None:
+def find_nan(x: Tensor, found: Tensor) -> None:
     """Search ``x`` only if its sum is NaN: a NaN element makes it so."""
     if x.is_floating_point() and math.isnan(x.sum()):
         torch.ops.outrider.find_nan.default(x, found)
@@ -93,8 +93,24 @@ def _find_nan(x: Tensor, found: Tensor) -> None:
         found.fill_(-1)
 
 
+def gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out: Tensor, found: Tensor) -> None:
+    """Copy rows of ``source``; search for invalid values only if the sum is NaN or the smallest or largest integer is."""
+    value = source if rows is None else source.index_select(0, rows)
+    if source.is_floating_point():
+        is_valid = not math.isnan(value.sum())
+    else:
+        lowest, highest = value.aminmax()
+        is_valid = low <= int(lowest) and int(highest) < high
+    if is_valid:
+        out.copy_(value)
+        found.fill_(-1)
+    else:
+        torch.ops.outrider.gather_checked.default(source, rows, low, high, out, found)
+
+
 _define("rope_write_cache.host", rope_write_cache, writes=("k_cache", "v_cache"))
 _define("paged_attention.host", attend_pages)
-_define("sample.host", _sample)
-_define("find_nan.host", _find_nan, writes=("found",))
-_define("verify_chain.host", _verify_chain)
+_define("sample.host", sample)
+_define("find_nan.host", find_nan, writes=("found",))
+_define("gather_checked.host", gather_checked, writes=("out", "found"))
+_define("verify_chain.host", verify_chain)
