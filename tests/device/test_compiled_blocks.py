@@ -2,6 +2,7 @@
 
 import gc
 import platform
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -18,6 +19,7 @@ from outrider.device import (
     MlpBlock,
     ResidualStream,
     RotaryArgs,
+    SeparateInput,
 )
 from outrider_cpu import code_writer, compiled_blocks
 from outrider_cpu.block_weights import pack_blocks
@@ -94,16 +96,44 @@ def test_groups_of_x_have_scales_of_their_own(compiled, kind):
     assert (made[5] - expected[5]).abs().max() < 1e-33
 
 
-def test_other_processors_compute_the_same_bits(compiled, monkeypatch):
-    """LLVM has instructions for few processors only; here it composes vectors, fused sums and float16 of others."""
+@pytest.mark.parametrize(
+    ("absent", "instruction"),
+    [("none", r"vpdpwssd.*zmm"), ("avx512vnni", r"vpmaddwd.*zmm"), ("avx512", r"vpmaddwd.*ymm"), ("all", r"pmaddwd.*xmm")],
+)
+def test_other_processors_compute_the_same_bits(compiled, monkeypatch, absent, instruction):
+    """The host's features choose vectors and instructions; of the oldest processor LLVM composes vectors, fused sums and
+    float16.
+    """
     if platform.machine() != "x86_64":
-        pytest.skip("not run: the oldest processor that is tried is an x86 one")
-    monkeypatch.setattr(code_writer.binding, "get_host_cpu_name", lambda: "x86-64")
-    monkeypatch.setattr(code_writer.binding, "get_host_cpu_features", lambda: OldFeatures(f16c=False))
+        pytest.skip("not run: the processors that are tried are x86 ones")
+    binding, assembly = code_writer.binding, []
+    features, link = binding.get_host_cpu_features(), binding.create_mcjit_compiler
+    expects = absent == "all" or all(features.get(name) for name in INSTRUCTIONS[absent])
+    for name in features if absent != "all" else ():
+        features[name] &= not name.startswith(absent)
+    if absent == "all":
+        monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "x86-64")
+        features = OldFeatures(f16c=False)
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(
+        binding,
+        "create_mcjit_compiler",
+        lambda module, machine: assembly.append(machine.emit_assembly(module)) or link(module, machine),
+    )
     other = compiled_blocks.CompiledBlocks()
     for kind in ("Q4_1", "Q8_0"):
-        weight, x = blocks(kind, 1024, 128), drawn(6, 128)
-        assert torch.equal(other.linear(x, weight, None), compiled.linear(x, weight, None))
+        weight, x = blocks(kind, 1024, 128), drawn(7, 128)
+        for rows in range(1, 8):
+            assert torch.equal(other.linear(x[:rows], weight, None), compiled.linear(x[:rows], weight, None))
+    if not expects:
+        pytest.skip(f"equal bits; instructions not checked: this processor lacks one of {INSTRUCTIONS[absent]}")
+    used = set(re.findall(r"v?(?:pmaddwd|pdpwssd).*([xyz]mm)", assembly[0]))
+    assert re.search(instruction, assembly[0])
+    assert used == {instruction[-3:]}
+    assert ("vpmaddwd" in assembly[0]) == instruction.startswith("vpmaddwd")
+
+
+INSTRUCTIONS = {"none": ("avx512bw", "avx512vnni"), "avx512vnni": ("avx512bw",), "avx512": ("avx2",)}
 
 
 class OldFeatures(dict):
@@ -122,13 +152,6 @@ def test_a_weight_in_bfloat16_of_8_bits_with_powers_of_two_is_packed(compiled):
     x = drawn(3, 128)
     made, expected = compiled.linear(x, weight, None).double(), x.double() @ weight.double().T
     assert (made - expected).norm() < 3e-5 * expected.norm()
-
-
-def test_halves_whose_sizes_do_not_fit_stay_composed(compiled):
-    """The second product is added to what the first reads; EAGLE-3's attention reads twice the width that it writes."""
-    wide, output = blocks("Q8_0", 1024, 512), blocks("Q8_0", 256, 512)
-    assert compiled._both(wide, output) is None
-    assert compiled._both(wide, blocks("Q8_0", 512, 256)) is not None
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0", "Q8_0"])
@@ -165,7 +188,7 @@ def test_a_changed_weight_is_packed_again_and_freed_with_its_tensor(compiled):
 class Batch:
     """Requests with tokens in the cache and new ones, and both halves of a layer."""
 
-    def __init__(self, lens=(9, 22), new=2, padding=0, window=0):
+    def __init__(self, lens=(9, 22), new=2, padding=0, window=0, heads=HEADS):
         rows, pages, generator = len(lens) * new + padding, 33, torch.Generator().manual_seed(5)
         table = torch.randperm(pages - 1, generator=generator)[: len(lens) * 8].view(len(lens), 8).int() + 1
         positions = [length - new + index for length in lens for index in range(new)]
@@ -182,8 +205,8 @@ class Batch:
         self.attention = AttentionBlock(
             norm=drawn(HIDDEN),
             eps=1e-5,
-            qkv=blocks("Q4_1", (HEADS + 2 * KV_HEADS) * SIZE, HIDDEN),
-            output=blocks("Q4_1", HIDDEN, HEADS * SIZE),
+            qkv=blocks("Q4_1", (heads + 2 * KV_HEADS) * SIZE, HIDDEN),
+            output=blocks("Q4_1", HIDDEN, heads * SIZE),
             scale=0.2,
             window=window,
         )
@@ -191,12 +214,12 @@ class Batch:
             norm=drawn(HIDDEN), eps=1e-5, gate_up=blocks("Q4_1", 2 * INNER, HIDDEN), down=blocks("Q8_0", HIDDEN, INNER)
         )
 
-    def layer(self, kernels, tokens=None, rows=None, halves=("attention_block", "mlp_block")):
+    def layer(self, kernels, tokens=None, rows=None, halves=("attention_block", "mlp_block"), pending=None):
         """Return the rows after the layer, and the caches; the batch itself stays as it is."""
         caches = [each.clone() for each in self.caches]
         tokens = self.tokens if tokens is None else tokens
         tokens = tokens._replace(rotary=tokens.rotary._replace(k_cache=caches[0], v_cache=caches[1]))
-        x = ResidualStream(kernels, (self.rows if rows is None else rows).clone())
+        x = ResidualStream(kernels, (self.rows if rows is None else rows).clone(), pending)
         x = kernels.resolve_block(halves[0], self.attention)(x, self.attention, tokens)
         return kernels.resolve_block(halves[1], self.mlp)(x, self.mlp).add(), *caches
 
@@ -221,7 +244,15 @@ def compositions(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"lens": (7,), "new": 1}, {"window": 5}, {"lens": (3, 1, 14), "new": 1, "padding": 2}, {"lens": (30,), "new": 11}],
+    [
+        {},
+        {"lens": (7,), "new": 1},
+        {"window": 5},
+        {"lens": (3, 1, 14), "new": 1, "padding": 2},
+        {"lens": (30,), "new": 11},
+        {"heads": 2},
+        {"heads": 8},
+    ],
 )
 def test_a_layer_is_that_of_the_reference(kernels, compositions, threads, options):
     batch = Batch(**options)
@@ -262,6 +293,27 @@ def test_pending_and_captured_rows(kernels):
     assert torch.equal(made, batch.layer(kernels)[0])
 
 
+def test_a_layer_of_a_draft_head_reads_a_wide_input_and_keeps_rows(kernels, compositions, threads):
+    """As EAGLE-3's: the input has the embedding and the hidden state, and only accepted tokens continue."""
+    batch, kept = Batch(lens=(9, 22), new=3), torch.tensor([1, 5])
+    batch.attention = replace(batch.attention, qkv=blocks("Q8_0", (HEADS + 2 * KV_HEADS) * SIZE, 2 * HIDDEN))
+    pending = SeparateInput(drawn(6, 2 * HIDDEN))
+    last = replace(
+        batch.tokens.attention,
+        query_start=torch.tensor([0, 1, 2]).int(),
+        seq_lens=batch.tokens.attention.seq_lens - torch.tensor([1, 0]).int(),
+        max_query=1,
+    )
+    for tokens in (batch.tokens, batch.tokens._replace(attention=last, rows=LayerRows(kept=kept))):
+        made = batch.layer(kernels, tokens, pending=pending)
+        assert not compositions
+        for ours, theirs in zip(made, batch.layer(KernelSet(), tokens, pending=pending), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+        compositions.clear()
+    batch.layer(kernels)
+    assert compositions == ["attention_block"], "the residual stream is narrower than the product's input"
+
+
 class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -274,12 +326,11 @@ def test_other_calls_are_composed(kernels, compositions):
     for other in (
         tokens._replace(attention=replace(attention, tree_mask=mask)),
         tokens._replace(query_scales=torch.ones(4, 1, 1)),
-        tokens._replace(rows=LayerRows(kept=torch.arange(4))),
         tokens._replace(attention=replace(attention, max_query=65)),
     ):
         batch.layer(kernels, other)
-        assert compositions.pop() == "attention_block"
-        assert not compositions
+        assert compositions == ["attention_block"]
+        compositions.clear()
     with Watch():
         batch.layer(kernels)
     assert compositions == ["attention_block", "mlp_block"]
@@ -289,6 +340,8 @@ def test_other_layers_are_composed(kernels, monkeypatch):
     batch = Batch()
     assert not kernels.is_native("attention_block", replace(batch.attention, qkv_bias=drawn(10 * SIZE)))
     assert not kernels.is_native("mlp_block", replace(batch.mlp, down=drawn(HIDDEN, INNER)))
+    wider = blocks("Q8_0", 2 * HIDDEN, INNER)
+    assert not kernels.is_native("mlp_block", replace(batch.mlp, down=wider)), "its product is added to the input"
     assert kernels.implementation("mlp_block", batch.mlp) == "native"
     monkeypatch.setattr(compiled_blocks, "find_spec", lambda name: None)
     assert not CpuKernels().is_native("mlp_block", batch.mlp), "llvmlite is an extra"

@@ -54,11 +54,14 @@ def test_norm_and_gate_are_those_of_the_reference(draw, dtype):
 
 @pytest.mark.parametrize("temperature", [(0.0, 0.0), (0.0, 0.7)])
 @pytest.mark.parametrize("drafted", [0, 3])
-def test_tokens_are_those_of_the_reference(draw, temperature, drafted):
+@pytest.mark.parametrize("vocabulary", [11, 384])
+def test_tokens_are_those_of_the_reference(draw, temperature, drafted, vocabulary):
     hot, seeds, positions = torch.tensor(temperature), torch.tensor([3, 4]), torch.tensor([9, 2])
-    logits = draw(2, drafted + 1, 11).float()
-    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])[:, :drafted]
-    for probs in (None, torch.softmax(draw(2, drafted, 11).float(), dim=-1)):
+    logits = draw(2, drafted + 1, vocabulary).round(decimals=1).float()  # with equal elements
+    logits[:, :, -3:] = logits.max()
+    tokens = logits.argmax(-1)[:, :drafted]
+    tokens[1, 1:] = 4
+    for probs in (None, torch.softmax(draw(2, drafted, vocabulary).float(), dim=-1)):
         if probs is None and any(temperature):
             continue  # a row that samples has a distribution
         operands = (logits, tokens, probs, hot, seeds, positions)
@@ -67,6 +70,23 @@ def test_tokens_are_those_of_the_reference(draw, temperature, drafted):
     rows = (logits[:, 0], hot, seeds, positions)
     for lane in (True, False):
         assert torch.equal(OURS.sample(*rows, draft=lane), REFERENCE.sample(*rows, draft=lane))
+
+
+@pytest.mark.parametrize("invalid", [None, (0, 2), (1, 0), (2, 1)])
+@pytest.mark.parametrize("rows", [None, torch.tensor([2, 0, 2])])
+@pytest.mark.parametrize(("dtype", "bounds", "values"), [(torch.float32, None, (torch.nan,)), (torch.int64, (0, 9), (9, -1))])
+def test_gathered_rows_and_findings_are_those_of_the_reference(draw, invalid, rows, dtype, bounds, values):
+    for value in values:
+        source = draw(3, 4).abs().clamp(max=8).to(dtype)
+        if invalid is not None:
+            source[invalid] = value
+        made = []
+        for kernels in (OURS, REFERENCE):
+            out, found = torch.full((3, 4), 7, dtype=dtype), torch.zeros(3, 2, dtype=torch.int64)
+            kernels.gather_checked(source, rows, out, found, bounds=bounds)
+            made.append((out, found))
+        for ours, theirs in zip(*made, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def batch(draw, requests, capacity):

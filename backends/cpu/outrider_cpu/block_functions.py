@@ -16,14 +16,19 @@ import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial, reduce
+from types import MappingProxyType
 
 from llvmlite import ir
 
 from outrider_cpu.block_weights import GROUP, TILE
-from outrider_cpu.code_writer import FLOAT, INT, INT_VECTOR, LANES, PAIRS, VECTOR, WORD, CodeValue, CodeWriter, Variable
+from outrider_cpu.code_writer import FLOAT, INT, WORD, CodeValue, CodeWriter, Variable
 
-_MAX_ROWS = 5
-"""Maximum number of rows of x for which a function keeps all sums in registers."""
+_MAX_ROWS = MappingProxyType({8: 5, 16: 6})
+"""Maximum number of rows of x for which a function keeps all sums in registers, by the number of elements of a vector."""
+_MAX_SHARED_HEADS = MappingProxyType({8: 1, 16: 4})
+"""Maximum number of query heads that read keys together, by the number of elements of a vector."""
+_ATTENTION_SUMS = 12
+"""Maximum number of vectors of weighted values that attention sums at a time, in registers."""
 _WORD_BYTES = TILE * 4
 _SCALE_BYTES = TILE * 2
 _FLOAT_BYTES = 4
@@ -54,12 +59,14 @@ class BlockFunctions:
 
     def __init__(self, openmp: dict[str, int] | None) -> None:
         self._writer = CodeWriter()
+        self._max_rows = _MAX_ROWS[self._writer.lanes]
+        self.max_shared_heads = _MAX_SHARED_HEADS[self._writer.lanes]
         self._openmp = openmp
 
     def write_products(self) -> CodeWriter:
         """Write ``prepare``, ``product``, ``multiply`` and ``mlp``."""
         for bits in (4, 8):
-            for rows in range(1, _MAX_ROWS + 1):
+            for rows in range(1, self._max_rows + 1):
                 self._write_tile(bits, rows)
             self._write_columns(bits)
         self._write_prepare()
@@ -68,18 +75,21 @@ class BlockFunctions:
         self._write_mlp()
         return self._writer
 
-    def write_attention(self, head_size: int, products: dict[str, int]) -> CodeWriter:
-        """Write ``attention`` for heads of ``head_size``. ``products`` are the addresses of the functions for products."""
-        self._write_attention(head_size, products)
+    def write_attention(self, head_size: int, shared: int, products: dict[str, int]) -> CodeWriter:
+        """Write ``attention`` for heads of ``head_size``, ``shared`` query heads at a time, which read the same keys.
+
+        ``products`` are the addresses of the functions for products.
+        """
+        self._write_attention(head_size, shared, products)
         return self._writer
 
     def _write_tile(self, bits: int, rows: int) -> None:
         """Write the product of ``rows`` rows of x with one tile."""
         w = self._writer
-        vectors = TILE // LANES if rows < 3 else 2
+        vectors = TILE // w.lanes if rows == 1 else 2
         with w.function(f"tile{bits}x{rows}", 7) as (tile, x, sums, out, groups, out_stride, accumulate):
-            zero = w.constant(VECTOR, 0.0)
-            for first in range(0, TILE // LANES, vectors):
+            zero = w.constant(w.vector, 0.0)
+            for first in range(0, TILE // w.lanes, vectors):
                 totals = [[Variable(w, zero) for _ in range(vectors)] for _ in range(rows)]
                 with w.loop(0, groups) as group:
                     record = tile + group * record_bytes(bits)
@@ -87,10 +97,12 @@ class BlockFunctions:
                         for line in range(0, record_bytes(bits), _CACHE_LINE_BYTES):
                             w.prefetch(record + (_PREFETCH_BYTES + line))
                     x_group = x + group * _GROUP_BYTES
-                    partial = [[Variable(w, w.constant(INT_VECTOR, 0)) for _ in range(vectors)] for _ in range(rows)]
+                    partial = [[Variable(w, w.constant(w.int_vector, 0)) for _ in range(vectors)] for _ in range(rows)]
                     with w.loop(0, bits) as word:
                         columns = [first + index for index in range(vectors)]
-                        words = [w.load(INT_VECTOR, record + word * _WORD_BYTES + column * LANES * 4) for column in columns]
+                        words = [
+                            w.load(w.int_vector, record + word * _WORD_BYTES + column * w.lanes * 4) for column in columns
+                        ]
                         for pair in range(16 // bits):
                             values = [_lowest_values(bits, each) for each in words]
                             words = [each >> bits for each in words]
@@ -100,12 +112,12 @@ class BlockFunctions:
                                 for value, each in zip(values, partial[row], strict=True):
                                     each.set(each.get() + w.add_products(value, number))
                     for index in range(vectors):
-                        at = record + (bits * _WORD_BYTES + (first + index) * LANES * 2)
+                        at = record + (bits * _WORD_BYTES + (first + index) * w.lanes * 2)
                         scale = w.load_halves(at)
                         for row in range(rows):
                             sum_at = sums + group * _SUMS_BYTES + groups * (row * _SUMS_BYTES)
                             step = scale * w.splat(w.load(FLOAT, sum_at))
-                            whole = w.convert("sitofp", partial[row][index].get(), VECTOR)
+                            whole = w.convert("sitofp", partial[row][index].get(), w.vector)
                             added = w.intrinsic("fma", step, whole, totals[row][index].get())
                             if bits == 4:
                                 minimum = w.load_halves(at + _SCALE_BYTES)
@@ -113,9 +125,9 @@ class BlockFunctions:
                             totals[row][index].set(added)
                 for row, totals_of_row in enumerate(totals):
                     for index, total in enumerate(totals_of_row):
-                        address = out + out_stride * row + (first + index) * LANES * _FLOAT_BYTES
+                        address = out + out_stride * row + (first + index) * w.lanes * _FLOAT_BYTES
                         with w.when(w.constant(INT, 0) < accumulate):
-                            total.set(total.get() + w.load(VECTOR, address))
+                            total.set(total.get() + w.load(w.vector, address))
                         w.store(address, total.get())
 
     def _write_columns(self, bits: int) -> None:
@@ -123,12 +135,12 @@ class BlockFunctions:
         w = self._writer
         with w.function(f"columns{bits}", 8) as (tile, x, sums, out, groups, rows, out_stride, accumulate):
             done = Variable(w, w.constant(INT, 0))
-            blocks = (rows + (_MAX_ROWS - 1)) // _MAX_ROWS
+            blocks = (rows + (self._max_rows - 1)) // self._max_rows
             with w.loop(0, blocks) as block:
                 start = done.get()
                 count = (rows - start + (blocks - block - 1)) // (blocks - block)
                 operands = x + start * groups * _GROUP_BYTES, sums + start * groups * _SUMS_BYTES
-                for number in range(1, _MAX_ROWS + 1):
+                for number in range(1, self._max_rows + 1):
                     with w.when(_equal(count, number)):
                         at = out + start * out_stride
                         w.call(f"tile{bits}x{number}", tile, *operands, at, groups, out_stride, accumulate)
@@ -139,30 +151,32 @@ class BlockFunctions:
         w = self._writer
         with w.function("prepare", 7) as (x, norm, eps, rounded, sums, rows, groups), w.loop(0, rows) as row:
             start, stride = row * groups, GROUP * _FLOAT_BYTES
-            scale = Variable(w, w.constant(VECTOR, 1.0))
+            scale = Variable(w, w.constant(w.vector, 1.0))
             with w.when(w.constant(INT, 0) < norm):
-                squares = Variable(w, w.constant(VECTOR, 0.0))
-                with w.loop(0, groups * (GROUP // LANES)) as index:
-                    element = w.load(VECTOR, x + start * stride + index * (LANES * _FLOAT_BYTES))
+                squares = Variable(w, w.constant(w.vector, 0.0))
+                with w.loop(0, groups * (GROUP // w.lanes)) as index:
+                    element = w.load(w.vector, x + start * stride + index * (w.lanes * _FLOAT_BYTES))
                     squares.set(w.intrinsic("fma", element, element, squares.get()))
                 width = w.splat(w.convert("sitofp", groups * GROUP, FLOAT))
                 mean = w.splat(w.halves(squares.get(), CodeValue.__add__)) // width
                 root = w.intrinsic("sqrt", mean + w.splat(w.load(FLOAT, eps)))
-                scale.set(w.constant(VECTOR, 1.0) // root)
+                scale.set(w.constant(w.vector, 1.0) // root)
             with w.loop(0, groups) as group:
                 values = []
-                for part in range(0, stride, LANES * _FLOAT_BYTES):
-                    value = Variable(w, w.load(VECTOR, x + start * stride + group * stride + part))
+                for part in range(0, stride, w.lanes * _FLOAT_BYTES):
+                    value = Variable(w, w.load(w.vector, x + start * stride + group * stride + part))
                     with w.when(w.constant(INT, 0) < norm):
-                        value.set(value.get() * scale.get() * w.load(VECTOR, norm + group * stride + part))
+                        value.set(value.get() * scale.get() * w.load(w.vector, norm + group * stride + part))
                     values.append(value.get())
                 maximum = partial(w.intrinsic, "maxnum")
                 largest = w.halves(reduce(maximum, [w.intrinsic("fabs", each) for each in values]), maximum)
-                factor = w.constant(VECTOR, _LARGEST_INTEGER) // maximum(w.splat(largest), w.constant(VECTOR, _MIN_MAGNITUDE))
+                factor = w.constant(w.vector, _LARGEST_INTEGER) // maximum(
+                    w.splat(largest), w.constant(w.vector, _MIN_MAGNITUDE)
+                )
                 values = [w.intrinsic("roundeven", each * factor) for each in values]
                 for part, each in enumerate(values):
-                    at = rounded + (start + group) * _GROUP_BYTES + part * LANES * 2
-                    w.store(at, w.narrow(w.convert("fptosi", each, INT_VECTOR), 16))
+                    at = rounded + (start + group) * _GROUP_BYTES + part * w.lanes * 2
+                    w.store(at, w.narrow(w.convert("fptosi", each, w.int_vector), 16))
                 total = w.halves(reduce(CodeValue.__add__, values), CodeValue.__add__)
                 step = largest * (1 / _LARGEST_INTEGER) + total * 0.0  # NaN if an element is
                 at = sums + (start + group) * _SUMS_BYTES
@@ -195,10 +209,9 @@ class BlockFunctions:
     def _write_mlp(self) -> None:
         w = self._writer
         with w.function("mlp", 1) as (arguments,):
-            rows, count, norm, groups, bits, packed, inner, down_bits, down, scratch, scratch_stride, both, gated = _read(
-                w, arguments, 13
-            )
-            eps = arguments + 13 * 8
+            shared, norm, groups, bits, packed, inner, down_bits, down = _read(w, arguments, 8)
+            rows, count, scratch, scratch_stride, both, gated = _read(w, shared, 6)
+            eps = arguments + 8 * 8
             rounded = scratch + self._thread() * scratch_stride
             sums = rounded + count * w.select_value(groups < inner, inner, groups) * _GROUP_BYTES
             w.call("prepare", rows, norm, eps, rounded, sums, count, groups)
@@ -209,28 +222,29 @@ class BlockFunctions:
                     tile = packed + start * groups * _record_bytes(w, bits)
                     w.call("tile", bits, tile, rounded, sums, both + start * width, groups, count, stride, 0)
                 with w.loop(0, count) as row:
-                    for part in range(0, width, LANES * _FLOAT_BYTES):
+                    for part in range(0, width, w.lanes * _FLOAT_BYTES):
                         gate, up = (
-                            w.load(VECTOR, both + row * stride + each * width + part) for each in (index, index + inner)
+                            w.load(w.vector, both + row * stride + each * width + part) for each in (index, index + inner)
                         )
-                        silu = gate // (_exponential(w, w.constant(VECTOR, 0.0) - gate) + 1.0)
+                        silu = gate // (_exponential(w, w.constant(w.vector, 0.0) - gate) + 1.0)
                         w.store(gated + (row * inner + index) * width + part, silu * up)
             self._wait()
             w.call("prepare", gated, 0, 0, rounded, sums, count, inner)
             w.call("product", down_bits, down, rounded, sums, rows, inner, groups, count, groups * width, 1)
 
-    def _write_attention(self, head_size: int, products: dict[str, int]) -> None:
+    def _write_attention(self, head_size: int, shared: int, products: dict[str, int]) -> None:
         w = self._writer
         with w.function("attention", 1) as (arguments,):
-            norm, bits, packed, output_bits, output, k_cache, v_cache, window = _read(w, arguments, 8)
-            eps, scale = arguments + 8 * 8, arguments + 9 * 8
-            rows, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, arguments, 10, 10)
-            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, arguments, 9, 20)
+            common, k_cache, v_cache, norm, bits, packed, output_bits, output, window = _read(w, arguments, 9)
+            eps, scale = arguments + 9 * 8, arguments + 10 * 8
+            source, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, common, 10)
+            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, common, 9, 10)
+            rows, kept, kept_count, output_tiles = _read(w, common, 4, 19)
             head_bytes = head_size * _FLOAT_BYTES
             all_heads, output_groups = heads + kv_heads * 2, heads * (head_size // GROUP)
             own = scratch + self._thread() * scratch_stride
-            sums = own + count * w.select_value(groups < output_groups, output_groups, groups) * _GROUP_BYTES
-            w.call_address(products["prepare"], rows, norm, eps, own, sums, count, groups)
+            sums = own + count * groups * _GROUP_BYTES
+            w.call_address(products["prepare"], source, norm, eps, own, sums, count, groups)
             tiles = all_heads * (head_size // TILE)
             stride = all_heads * head_bytes
             w.call_address(products["product"], bits, packed, own, sums, qkv, groups, tiles, count, stride, 0)
@@ -241,13 +255,14 @@ class BlockFunctions:
                 slot = w.load(INT, slots + row * 8)
                 target = (slot * kv_heads + head) * head_bytes
                 key = qkv + row * stride + (heads + head) * head_bytes
-                _rotate(w, key, k_cache + target, cos + row * angle_stride, sin + row * angle_stride, head_size)
-                for part in range(0, head_bytes, LANES * _FLOAT_BYTES):
-                    w.store(v_cache + target + part, w.load(VECTOR, key + kv_heads * head_bytes + part))
+                operands = cos + row * angle_stride, sin + row * angle_stride
+                _rotate(w, key, k_cache + target, *operands, head_size, w.constant(w.vector, 1.0))
+                for part in range(0, head_bytes, w.lanes * _FLOAT_BYTES):
+                    w.store(v_cache + target + part, w.load(w.vector, key + kv_heads * head_bytes + part))
             self._wait()
             request = Variable(w, w.constant(INT, 0))
             factor = w.splat(w.load(FLOAT, scale))
-            with w.loop(0, count) as row:
+            with w.loop(0, kept_count) as row:
                 with w.loop(request.get(), requests - 1) as index:  # the request whose new tokens include the row
                     request.set(
                         w.select_value(_load_int32(w, starts + request.get() * 4 + 4) < row + 1, index + 1, request.get())
@@ -257,26 +272,28 @@ class BlockFunctions:
                 length = _load_int32(w, lens + which * 4)
                 end = w.select_value(row < stop, _at_least_zero(w, length - stop + row + 1), w.constant(INT, 0))
                 begin = w.select_value(w.constant(INT, 0) < window, _at_least_zero(w, end - window), w.constant(INT, 0))
-                query = qkv + row * stride
-                with w.loop(0, heads) as head, w.when(_equal((row * heads + head) % threads, thread)):
-                    operands = cos + row * angle_stride, sin + row * angle_stride
-                    _rotate(w, query + head * head_bytes, own, *operands, head_size)
-                    kv_head = head // (heads // kv_heads) * head_bytes
+                units, token = heads // shared, w.load(INT, kept + row * 8)
+                with w.loop(0, units) as unit, w.when(_equal((row * units + unit) % threads, thread)):
+                    for start in range(0, shared * head_size * _FLOAT_BYTES, head_size * _FLOAT_BYTES):
+                        query = qkv + token * stride + unit * (shared * head_bytes) + start
+                        operands = cos + token * angle_stride, sin + token * angle_stride
+                        _rotate(w, query, own + start, *operands, head_size, factor)
+                    kv_head = unit * shared // (heads // kv_heads) * head_bytes
                     _attend_keys(
                         w,
                         own,
                         (k_cache + kv_head, v_cache + kv_head),
-                        attended + (row * heads + head) * head_bytes,
-                        head_size,
-                        factor,
+                        attended + (row * units + unit) * (shared * head_bytes),
+                        (shared, head_size),
                         _KeyRange(w, begin, end, tables + which * row_stride * 4, page_size, kv_heads * head_bytes),
                     )
             self._wait()
-            w.call_address(products["prepare"], attended, 0, 0, own, sums, count, output_groups)
+            sums = own + kept_count * output_groups * _GROUP_BYTES
+            w.call_address(products["prepare"], attended, 0, 0, own, sums, kept_count, output_groups)
             w.call_address(
                 products["product"],
-                *(output_bits, output, own, sums, rows, output_groups, groups, count),
-                *(groups * (GROUP * _FLOAT_BYTES), 1),
+                *(output_bits, output, own, sums, rows, output_groups, output_tiles, kept_count),
+                *(output_tiles * (TILE * _FLOAT_BYTES), 1),
             )
 
     def _thread(self) -> CodeValue:
@@ -324,69 +341,88 @@ class _KeyRange:
 
 def _attend_keys(
     w: CodeWriter,
-    query: CodeValue,
+    queries: CodeValue,
     caches: tuple[CodeValue, CodeValue],
     out: CodeValue,
-    head_size: int,
-    factor: CodeValue,
+    shape: tuple[int, int],
     keys: _KeyRange,
 ) -> None:
-    """Attend with one rotated query. The scores follow the query in memory."""
-    scores, step = query + head_size * _FLOAT_BYTES, LANES * _FLOAT_BYTES
-    parts = range(0, head_size * _FLOAT_BYTES, step)
-    for part in parts:
-        w.store(query + part, w.load(VECTOR, query + part) * factor)
-    largest = Variable(w, w.constant(FLOAT, -math.inf))
-    with keys.each() as (index, offset):
-        pairs = [Variable(w, w.constant(VECTOR, 0.0)) for _ in range(2)]
-        for number, part in enumerate(parts):
-            total = pairs[number % 2]
-            operands = w.load(VECTOR, query + part), w.load(VECTOR, caches[0] + offset + part)
-            total.set(w.intrinsic("fma", *operands, total.get()))
-        score = w.halves(pairs[0].get() + pairs[1].get(), CodeValue.__add__)
-        w.store(scores + index * _FLOAT_BYTES, score)
-        largest.set(w.select_value(largest.get() < score, score, largest.get()))
+    """Attend with rotated and scaled queries of one shape that read the same keys. The scores follow them in memory."""
+    shared, head_size = shape
+    head_bytes, step = head_size * _FLOAT_BYTES, w.lanes * _FLOAT_BYTES
+    parts, zero = range(0, head_bytes, step), w.constant(w.vector, 0.0)
     length = keys.end - keys.begin
-    w.store(scores + length * _FLOAT_BYTES, w.constant(VECTOR, -math.inf))
-    total = Variable(w, w.constant(VECTOR, 0.0))
-    with w.loop(0, length, LANES) as index:
-        at = scores + index * _FLOAT_BYTES
-        weights = _exponential(w, w.load(VECTOR, at) - w.splat(largest.get()))
-        w.store(at, weights)
-        total.set(total.get() + weights)
-    values = [Variable(w, w.constant(VECTOR, 0.0)) for _ in parts]
+    scores = [queries + shared * head_bytes + (length + w.lanes) * (index * _FLOAT_BYTES) for index in range(shared)]
     with keys.each() as (index, offset):
-        weight = w.splat(w.load(FLOAT, scores + index * _FLOAT_BYTES))
-        for value, part in zip(values, parts, strict=True):
-            value.set(w.intrinsic("fma", weight, w.load(VECTOR, caches[1] + offset + part), value.get()))
-    whole = w.splat(w.halves(total.get(), CodeValue.__add__))
-    for value, part in zip(values, parts, strict=True):
-        w.store(out + part, value.get())
-        with w.when(w.constant(INT, 0) < length):
-            w.store(out + part, value.get() // whole)
+        sums = [zero] * shared
+        for part in parts:
+            key = w.load(w.vector, caches[0] + offset + part)
+            sums = [
+                w.intrinsic("fma", key, w.load(w.vector, queries + (n * head_bytes + part)), each)
+                for n, each in enumerate(sums)
+            ]
+        for at, products in zip(scores, sums, strict=True):
+            w.store(at + index * _FLOAT_BYTES, w.halves(products, CodeValue.__add__))
+    totals = []
+    for at in scores:
+        lowest = w.constant(w.vector, -math.inf)
+        w.store(at + length * _FLOAT_BYTES, lowest)
+        largest, total = Variable(w, lowest), Variable(w, zero)
+        with w.loop(0, length, w.lanes) as index:
+            largest.set(w.intrinsic("maxnum", largest.get(), w.load(w.vector, at + index * _FLOAT_BYTES)))
+        maximum = w.splat(w.halves(largest.get(), partial(w.intrinsic, "maxnum")))
+        with w.loop(0, length, w.lanes) as index:
+            weights = _exponential(w, w.load(w.vector, at + index * _FLOAT_BYTES) - maximum)
+            w.store(at + index * _FLOAT_BYTES, weights)
+            total.set(total.get() + weights)
+        totals.append(w.splat(w.halves(total.get(), CodeValue.__add__)))
+    count = max(1, _ATTENTION_SUMS // shared)
+    for some in (parts[first : first + count] for first in range(0, len(parts), count)):
+        values = [[Variable(w, zero) for _ in some] for _ in scores]
+        with keys.each() as (index, offset):
+            weights_of_key = [w.splat(w.load(FLOAT, at + index * _FLOAT_BYTES)) for at in scores]
+            for number, part in enumerate(some):
+                value = w.load(w.vector, caches[1] + offset + part)
+                for weight, sums_of_head in zip(weights_of_key, values, strict=True):
+                    each = sums_of_head[number]
+                    each.set(w.intrinsic("fma", weight, value, each.get()))
+        for head, (whole, sums_of_head) in enumerate(zip(totals, values, strict=True)):
+            for each, part in zip(sums_of_head, some, strict=True):
+                at = out + (head * head_bytes + part)
+                w.store(at, zero)
+                with w.when(w.constant(INT, 0) < length):
+                    w.store(at, each.get() // whole)
 
 
-def _rotate(w: CodeWriter, source: CodeValue, target: CodeValue, cos: CodeValue, sin: CodeValue, head_size: int) -> None:
-    """Rotate the halves of a head."""
+def _rotate(
+    w: CodeWriter,
+    source: CodeValue,
+    target: CodeValue,
+    cos: CodeValue,
+    sin: CodeValue,
+    head_size: int,
+    factor: CodeValue,
+) -> None:
+    """Rotate the halves of a head and multiply them by ``factor``."""
     half = head_size * _FLOAT_BYTES // 2
-    for part in range(0, half, LANES * _FLOAT_BYTES):
-        first, second = w.load(VECTOR, source + part), w.load(VECTOR, source + half + part)
-        w.store(target + part, first * w.load(VECTOR, cos + part) - second * w.load(VECTOR, sin + part))
+    for part in range(0, half, w.lanes * _FLOAT_BYTES):
+        first, second = (w.load(w.vector, source + start + part) * factor for start in (0, half))
+        w.store(target + part, first * w.load(w.vector, cos + part) - second * w.load(w.vector, sin + part))
         at = half + part
-        w.store(target + at, second * w.load(VECTOR, cos + at) + first * w.load(VECTOR, sin + at))
+        w.store(target + at, second * w.load(w.vector, cos + at) + first * w.load(w.vector, sin + at))
 
 
 def _exponential(w: CodeWriter, x: CodeValue) -> CodeValue:
     """Return the exponential function, of Cephes; arguments are clamped so that results are finite and not zero."""
-    limited = w.intrinsic("minnum", x, w.constant(VECTOR, _LARGEST_EXPONENT))
-    x = w.intrinsic("maxnum", limited, w.constant(VECTOR, -_LARGEST_EXPONENT))
+    limited = w.intrinsic("minnum", x, w.constant(w.vector, _LARGEST_EXPONENT))
+    x = w.intrinsic("maxnum", limited, w.constant(w.vector, -_LARGEST_EXPONENT))
     power = w.intrinsic("floor", x * _LOG2_E + 0.5)
     rest = x - power * _LN2_HIGH - power * _LN2_LOW
-    result = w.constant(VECTOR, _EXPONENTIAL[0])
+    result = w.constant(w.vector, _EXPONENTIAL[0])
     for coefficient in _EXPONENTIAL[1:]:
-        result = w.intrinsic("fma", result, rest, w.constant(VECTOR, coefficient))
-    exponent = (w.convert("fptosi", power, INT_VECTOR) + 127) << 23
-    return result * w.convert("bitcast", exponent, VECTOR)
+        result = w.intrinsic("fma", result, rest, w.constant(w.vector, coefficient))
+    exponent = (w.convert("fptosi", power, w.int_vector) + 127) << 23
+    return result * w.convert("bitcast", exponent, w.vector)
 
 
 def _lowest_values(bits: int, words: CodeValue) -> CodeValue:
@@ -394,7 +430,7 @@ def _lowest_values(bits: int, words: CodeValue) -> CodeValue:
     if bits == 4:
         return words & 0x000F000F
     w = words.writer
-    return w.convert("sext", w.narrow(w.convert("bitcast", words, PAIRS), 8), PAIRS)
+    return w.convert("sext", w.narrow(w.convert("bitcast", words, w.pairs), 8), w.pairs)
 
 
 def _record_bytes(w: CodeWriter, bits: CodeValue) -> CodeValue:

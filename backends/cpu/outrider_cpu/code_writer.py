@@ -11,16 +11,9 @@ from typing import Any
 
 from llvmlite import binding, ir
 
-LANES = 8
-"""Number of elements of a vector."""
 INT = ir.IntType(64)
 FLOAT = ir.FloatType()
-VECTOR = ir.VectorType(FLOAT, LANES)
 WORD = ir.IntType(32)
-INT_VECTOR = ir.VectorType(WORD, LANES)
-PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
-"""The two halves of each element of INT_VECTOR."""
-HALF_VECTOR = ir.VectorType(ir.HalfType(), LANES)
 
 
 class CodeValue:
@@ -33,7 +26,7 @@ class CodeValue:
 
     def _apply(self, integer: str, floating: str, other: CodeValue | float) -> CodeValue:
         builder, value = self.writer.builder, self.writer.constant(self.raw.type, other)
-        is_float = self.raw.type in (FLOAT, VECTOR)
+        is_float = self.raw.type in (FLOAT, self.writer.vector)
         return CodeValue(self.writer, getattr(builder, floating if is_float else integer)(self.raw, value.raw))
 
     def __add__(self, other: CodeValue | float) -> CodeValue:
@@ -89,15 +82,24 @@ class CodeWriter:
         self.module = ir.Module()
         self.builder: Any = None
         self._functions: dict[str, Any] = {}
+        self._features = features = binding.get_host_cpu_features()
         # Of all processors with 64 bits only old x86 ones lack the conversion. LLVM would call a function that may not exist.
-        self._converts_float16 = binding.get_host_cpu_features().get("f16c", True)
+        self._converts_float16 = features.get("f16c", True)
+        if features.get("avx512vnni") or features.get("avxvnni"):
+            features["fast-dpwssd"] = True  # else LLVM splits the instruction that multiplies and adds to a sum
+        self.lanes = 16 if features.get("avx512bw") else 8
+        """Number of elements of a vector."""
+        self.vector = ir.VectorType(FLOAT, self.lanes)
+        self.int_vector = ir.VectorType(WORD, self.lanes)
+        self.pairs = ir.VectorType(ir.IntType(16), 2 * self.lanes)
+        """The two halves of each element of ``int_vector``."""
 
     @contextmanager
     def function(self, name: str, parameters: int) -> Generator[list[CodeValue]]:
         """Write a function in the scope, which receives the parameters."""
         function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [INT] * parameters), name)
         self._functions[name] = function
-        function.attributes.alignstack = LANES * 4  # vectors on an unaligned stack would cross cache lines
+        function.attributes.alignstack = self.lanes * 4  # vectors on an unaligned stack would cross cache lines
         self.builder = ir.IRBuilder(function.append_basic_block())
         body = function.append_basic_block()
         self.builder.branch(body)
@@ -130,36 +132,37 @@ class CodeWriter:
 
     def intrinsic(self, name: str, *operands: CodeValue) -> CodeValue:
         """Return the result of LLVM's vector operation ``name``, for example ``fma``."""
-        full = f"llvm.{name}.v8f32"
+        full = f"llvm.{name}.v{self.lanes}f32"
         if full not in self._functions:
-            kind = ir.FunctionType(VECTOR, [VECTOR] * len(operands))
+            kind = ir.FunctionType(self.vector, [self.vector] * len(operands))
             self._functions[full] = ir.Function(self.module, kind, full)
         return CodeValue(self, self.builder.call(self._functions[full], [each.raw for each in operands]))
 
     def add_products(self, values: CodeValue, others: CodeValue) -> CodeValue:
-        """Multiply two vectors of 16 integers of 16 bits, then add products 0 and 1, 2 and 3, and so on.
+        """Multiply two vectors of integers of 16 bits, then add products 0 and 1, 2 and 3, and so on.
 
-        LLVM has no such operation, but recognizes this form: on x86 it becomes one instruction.
+        LLVM has no such operation, but recognizes this form: on x86 it becomes one instruction, if the processor has one also
+        with the addition to a sum.
         """
-        wide = ir.VectorType(WORD, 2 * LANES)
-        left, right = (self.builder.sext(self.builder.bitcast(each.raw, PAIRS), wide) for each in (values, others))
+        wide = ir.VectorType(WORD, 2 * self.lanes)
+        left, right = (self.builder.sext(self.builder.bitcast(each.raw, self.pairs), wide) for each in (values, others))
         products = self.builder.mul(left, right, flags=["nsw"])
-        masks = (ir.Constant(INT_VECTOR, list(range(first, 2 * LANES, 2))) for first in range(2))
+        masks = (ir.Constant(self.int_vector, list(range(first, 2 * self.lanes, 2))) for first in range(2))
         even, odd = (self.builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), mask) for mask in masks)
         return CodeValue(self, self.builder.add(even, odd))
 
     def splat(self, number: CodeValue) -> CodeValue:
         """Return a vector with ``number`` in all lanes."""
-        undefined = ir.Constant(ir.VectorType(number.raw.type, LANES), ir.Undefined)
+        undefined = ir.Constant(ir.VectorType(number.raw.type, self.lanes), ir.Undefined)
         first = self.builder.insert_element(undefined, number.raw, ir.Constant(WORD, 0))
-        return CodeValue(self, self.builder.shuffle_vector(first, undefined, ir.Constant(INT_VECTOR, [0] * LANES)))
+        return CodeValue(self, self.builder.shuffle_vector(first, undefined, ir.Constant(self.int_vector, None)))
 
     def halves(self, vector: CodeValue, combine: Any) -> CodeValue:
         """Return ``combine`` of all lanes of ``vector``, in a fixed order."""
-        undefined, lanes = ir.Constant(VECTOR, ir.Undefined), LANES
+        undefined, lanes = ir.Constant(self.vector, ir.Undefined), self.lanes
         while lanes > 1:
             lanes //= 2
-            mask = ir.Constant(INT_VECTOR, [(index + lanes) % LANES for index in range(LANES)])
+            mask = ir.Constant(self.int_vector, [(index + lanes) % self.lanes for index in range(self.lanes)])
             vector = combine(vector, CodeValue(self, self.builder.shuffle_vector(vector.raw, undefined, mask)))
         return CodeValue(self, self.builder.extract_element(vector.raw, ir.Constant(WORD, 0)))
 
@@ -177,12 +180,14 @@ class CodeWriter:
         return CodeValue(self, self.builder.load(pointer, typ=kind, align=align))
 
     def load_halves(self, address: CodeValue) -> CodeValue:
-        """Return the 8 finite float16 numbers at ``address`` as float32."""
+        """Return the vector of finite float16 numbers at ``address`` as float32."""
         if self._converts_float16:
-            return self.convert("fpext", self.load(HALF_VECTOR, address, align=2), VECTOR)
-        bits = self.convert("zext", self.load(ir.VectorType(ir.IntType(16), LANES), address, align=2), INT_VECTOR)
-        magnitude = self.convert("bitcast", (bits & 0x7FFF) << 13, VECTOR) * 2.0**112  # the exponents' offsets differ
-        return self.convert("bitcast", self.convert("bitcast", magnitude, INT_VECTOR) + ((bits & 0x8000) << 16), VECTOR)
+            return self.convert("fpext", self.load(ir.VectorType(ir.HalfType(), self.lanes), address, align=2), self.vector)
+        integers = self.load(ir.VectorType(ir.IntType(16), self.lanes), address, align=2)
+        bits = self.convert("zext", integers, self.int_vector)
+        magnitude = self.convert("bitcast", (bits & 0x7FFF) << 13, self.vector) * 2.0**112  # the exponents' offsets differ
+        signed = self.convert("bitcast", magnitude, self.int_vector) + ((bits & 0x8000) << 16)
+        return self.convert("bitcast", signed, self.vector)
 
     def store(self, address: CodeValue, value: CodeValue) -> None:
         """Write ``value`` at ``address``."""
@@ -226,7 +231,7 @@ class CodeWriter:
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
         target = binding.Target.from_default_triple()
-        features = binding.get_host_cpu_features().flatten()
+        features = self._features.flatten()
         machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=3)
         module = binding.parse_assembly(str(self.module))
         builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import weakref
 from array import array
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionBlock, AttentionMetadata, AttentionTokens, KernelSet, MlpBlock, ResidualStream
+from outrider.device import AttentionBlock, AttentionTokens, KernelSet, MlpBlock, ResidualStream, SeparateInput
 from outrider_cpu.block_weights import GROUP, TILE, BlockWeight, pack_blocks
 from outrider_cpu.packed_weights import is_observed
 
@@ -25,6 +26,8 @@ _MAX_NEW_TOKENS = 64
 """Maximum number of new tokens of a request whose attention is compiled. The library's attention reads keys once for all of
 a prompt's tokens.
 """
+_ROWS = 19
+"""Index of the address of the residual stream among the arguments of attention that layers share."""
 _SCORE_PADDING = 16
 """Elements after a query's scores that the vectors of the compiled attention may write."""
 
@@ -36,14 +39,35 @@ class _PackedBlocks(NamedTuple):
 
 
 class _SharedArguments(NamedTuple):
-    """The arguments of attention that all layers of a pass share."""
+    """The arguments of a function that all layers of a pass share."""
 
     key: tuple[object, ...]
     """Identities and sizes that the arguments are valid for."""
-    arguments: list[int]
+    memory: array[int]
     function: str
     owners: object
     """Objects that own the identities and addresses."""
+
+
+class _LayerArguments:
+    """The arguments of a function that belong to a layer, after the address of those that all layers of a pass share."""
+
+    def __init__(self) -> None:
+        self._owners: tuple[object, ...] = ()
+        self._memory = array("q")
+
+    def update(
+        self, owners: tuple[object, ...], numbers: Callable[[], list[int]], shared: _SharedArguments, *changing: int
+    ) -> array[int]:
+        """Return the arguments, first those that are ``changing``. ``numbers`` computes the others if the ``owners`` of their
+        addresses are other objects than in the last call.
+        """
+        changing = (shared.memory.buffer_info()[0], *changing)
+        if not self._owners or any(map(operator.is_not, owners, self._owners)):
+            self._owners, self._memory = owners, array("q", [*changing, *numbers()])
+        for index, number in enumerate(changing):
+            self._memory[index] = number
+        return self._memory
 
 
 class _Functions:
@@ -64,7 +88,9 @@ class _Functions:
             )
         self._writer = partial(BlockFunctions, self._openmp if self._parallel else None)
         self._owners: list[Any] = []
-        self._products = self._compile(self._writer().write_products())
+        writer = self._writer()
+        self._max_shared_heads = writer.max_shared_heads
+        self._products = self._compile(writer.write_products())
         self._calls: dict[str, Any] = {name: self._call(self._products[name]) for name in ("multiply", "mlp")}
 
     def _compile(self, writer: Any) -> dict[str, int]:
@@ -75,22 +101,25 @@ class _Functions:
     def _call(self, address: int) -> tuple[int, Any]:
         return address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
-    def compile_attention(self, head_size: int) -> str:
-        """Compile the attention half of a layer for heads of this size, unless it is compiled. Return its name."""
-        name = f"attention{head_size}"
+    def compile_attention(self, head_size: int, heads_per_key: int) -> tuple[str, int]:
+        """Compile the attention half of a layer for heads of this size, unless it is compiled.
+
+        Return its name and the number of query heads whose scores it holds at a time.
+        """
+        shared = max(number for number in range(1, self._max_shared_heads + 1) if heads_per_key % number == 0)
+        name = f"attention{head_size}x{shared}"
         if name not in self._calls:
-            addresses = self._compile(self._writer().write_attention(head_size, self._products))
+            addresses = self._compile(self._writer().write_attention(head_size, shared, self._products))
             self._calls[name] = self._call(addresses["attention"])
-        return name
+        return name, shared
 
     @property
     def threads(self) -> int:
         """The number of threads of a call."""
         return torch.get_num_threads() if self._parallel else 1
 
-    def run_function(self, name: str, arguments: list[int], threads: int) -> None:
+    def run_function(self, name: str, memory: array[int], threads: int) -> None:
         """Run a function on a team of threads and wait for its end."""
-        memory = array("q", arguments)
         address, call = self._calls[name]
         if threads == 1:
             call(memory.buffer_info()[0])
@@ -104,7 +133,7 @@ class CompiledBlocks:
     def __init__(self) -> None:
         self._entries: dict[int, _PackedBlocks] = {}
         self._functions: _Functions | None = None
-        self._shared = _SharedArguments((), [], "", None)
+        self._attention = self._mlp = _SharedArguments((), array("q"), "", None)
         self._is_available = find_spec("llvmlite") is not None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -122,7 +151,8 @@ class CompiledBlocks:
         stride = _scratch_elements(count, blocks.groups)
         scratch = rows.new_empty(threads * stride)
         operands = [blocks.bits, blocks.data.data_ptr(), blocks.groups, blocks.tiles, rows.data_ptr(), count]
-        functions.run_function("multiply", [*operands, made.data_ptr(), scratch.data_ptr(), stride * 4], threads)
+        operands += [made.data_ptr(), scratch.data_ptr(), stride * 4]
+        functions.run_function("multiply", array("q", operands), threads)
         return made if bias is None else made.add_(bias)
 
     def attention_block(
@@ -136,7 +166,7 @@ class CompiledBlocks:
         if any(each is not None for each in others) or not _is_plain(block.norm):
             return None
         self._compiled()  # at load, not for the first token
-        return partial(self._attend, kernels, block, composed, _bits_of(block.eps), _bits_of(block.scale))
+        return partial(self._attend, kernels, block, composed, _LayerArguments())
 
     def mlp_block(
         self, kernels: KernelSet, block: MlpBlock, composed: Callable[..., ResidualStream]
@@ -144,74 +174,85 @@ class CompiledBlocks:
         """Return the compiled function of the block, or None. ``composed`` computes calls that it doesn't support."""
         blocks = self._both(block.gate_up, block.down)
         is_simple = not block.ranks.reduces and block.gate_up_bias is None and block.down_bias is None
-        if blocks is None or not is_simple or not _is_plain(block.norm):
+        if blocks is None or not is_simple or not _is_plain(block.norm) or blocks[0].groups != blocks[1].tiles:
             return None
-        return partial(self._compute_mlp, kernels, block, composed, _bits_of(block.eps))
+        return partial(self._compute_mlp, kernels, block, composed, _LayerArguments())
 
     def _attend(
         self,
         kernels: KernelSet,
         block: AttentionBlock,
         composed: Callable[..., ResidualStream],
-        eps: int,
-        scale: int,
+        arguments: _LayerArguments,
         x: ResidualStream,
         _: AttentionBlock,
         tokens: AttentionTokens,
         *,
         attend: Any = None,
     ) -> ResidualStream:
-        weights, rotary = self._both(block.qkv, block.output), tokens.rotary
-        is_usual = attend is None and tokens.rows.kept is None and tokens.query_scales is None and not is_observed()
-        if weights is None or block.norm is None or not is_usual or not all(map(_is_plain, (x.rows, *rotary[2:4]))):
+        weights = self._both(block.qkv, block.output)
+        if weights is None or attend is not None or tokens.query_scales is not None or is_observed():
             return composed(x, block, tokens, attend=attend)
-        qkv, output = weights
-        functions = self._compiled()
-        owners = (x.rows, tokens.attention, rotary.cos, rotary.slots)
-        shapes = (qkv.tiles, qkv.groups, output.groups, *rotary.k_cache.shape[1:], functions.threads)
-        key = (*map(id, owners), shapes)
-        if self._shared.key != key:
-            shared = self._share_arguments(owners, shapes, rotary.sin)
-            if shared is None:
-                return composed(x, block, tokens, attend=attend)
-            self._shared = _SharedArguments(key, *shared)
-        rows = x.add()
-        for out in tokens.rows.captured:
-            kernels.copy_rows(rows, out)
-        own = [block.norm.data_ptr(), qkv.bits, qkv.data.data_ptr(), output.bits, output.data.data_ptr()]
-        own += [rotary.k_cache.data_ptr(), rotary.v_cache.data_ptr(), block.window, eps, scale]
-        functions.run_function(self._shared.function, own + self._shared.arguments, functions.threads)
+        shared = self._share_attention(x, tokens, *weights)
+        if shared is None:
+            return composed(x, block, tokens, attend=attend)
+        rows = tokens.rows.continued(kernels, x.add())
+        norm = None if isinstance(x.pending, SeparateInput) else block.norm
+        if tokens.rows.kept is not None:
+            shared.memory[_ROWS] = rows.data_ptr()
+        memory = arguments.update(
+            (*weights, norm),
+            lambda: [
+                0 if norm is None else norm.data_ptr(),
+                *(number for each in weights for number in (each.bits, each.data.data_ptr())),
+                *(block.window, _bits_of(block.eps), _bits_of(block.scale)),
+            ],
+            shared,
+            *(each.data_ptr() for each in tokens.rotary[2:4]),
+        )
+        self._compiled().run_function(shared.function, memory, self._compiled().threads)
         return ResidualStream(kernels, rows)
 
-    def _share_arguments(
-        self, owners: tuple[Tensor, AttentionMetadata, Tensor, Tensor], shapes: tuple[int, ...], sin: Tensor
-    ) -> tuple[list[int], str, object] | None:
-        """Return the arguments, the function and the owners for a pass, or None if it isn't supported."""
-        rows, batch, cos, slots = owners
-        tiles, groups, output_groups, page_size, kv_heads, size, threads = shapes
+    def _share_attention(
+        self, x: ResidualStream, tokens: AttentionTokens, qkv: BlockWeight, output: BlockWeight
+    ) -> _SharedArguments | None:
+        """Return the arguments of attention for a pass, or None if it isn't supported."""
+        rotary, batch, kept, threads = tokens.rotary, tokens.attention, tokens.rows.kept, self._compiled().threads
+        source = x.pending.normed if isinstance(x.pending, SeparateInput) else x.rows
+        owners = (x.rows, source, batch, rotary.cos, rotary.slots, kept)
+        shapes = (*qkv[1:], *output[1:], rotary.k_cache.shape, rotary.k_cache.dtype, threads)
+        key = (*map(id, owners), shapes)
+        if self._attention.key == key:
+            return self._attention
+        cos, sin, (page_size, kv_heads, size) = rotary.cos, rotary.sin, rotary.k_cache.shape[1:]
         is_chain = batch.tree_mask is None and batch.max_query <= _MAX_NEW_TOKENS
         is_rotated = cos.shape[1] == size and cos.dtype is torch.float32 and cos.stride() == sin.stride()
-        if not is_chain or not is_rotated or size % GROUP or cos.stride(1) != 1:
+        fits = source.shape[1] == qkv.groups * GROUP and x.rows.shape[1] == output.tiles * TILE
+        plain = all(map(_is_plain, (x.rows, source, *rotary[2:4])))
+        if not is_chain or not is_rotated or not fits or not plain or size % GROUP or cos.stride(1) != 1:
             return None
-        name = self._compiled().compile_attention(size)
-        count, heads, table = rows.shape[0], tiles * TILE // size - 2 * kv_heads, batch.block_table
-        scores = size + table.shape[1] * page_size + _SCORE_PADDING
-        stride = max(_scratch_elements(count, max(groups, output_groups)), scores)
-        made = count * tiles * TILE
-        memory = rows.new_empty(threads * stride + made + count * heads * size)
+        count, heads, table = source.shape[0], qkv.tiles * TILE // size - 2 * kv_heads, batch.block_table
+        name, heads_at_a_time = self._compiled().compile_attention(size, heads // kv_heads)
+        scores = heads_at_a_time * (size + table.shape[1] * page_size + _SCORE_PADDING)
+        stride = max(_scratch_elements(count, max(qkv.groups, output.groups)), scores)
+        made = count * qkv.tiles * TILE
+        memory = source.new_empty(threads * stride + made + count * heads * size)
         scratch = memory.data_ptr()
-        arguments = [rows.data_ptr(), count, groups, scratch, stride * 4, scratch + threads * stride * 4]
+        index = torch.arange(count) if kept is None else kept
+        arguments = [source.data_ptr(), count, qkv.groups, scratch, stride * 4, scratch + threads * stride * 4]
         arguments += [scratch + (threads * stride + made) * 4]
-        arguments += [each.data_ptr() for each in (cos, sin, slots, batch.query_start, batch.seq_lens, table)]
+        arguments += [each.data_ptr() for each in (cos, sin, rotary.slots, batch.query_start, batch.seq_lens, table)]
         arguments += [table.stride(0), batch.seq_lens.shape[0], heads, kv_heads, page_size, cos.stride(0) * 4]
-        return arguments, name, (owners, sin, memory)
+        arguments += [x.rows.data_ptr(), index.data_ptr(), index.shape[0], output.tiles]
+        self._attention = shared = _SharedArguments(key, array("q", arguments), name, (owners, sin, memory, index))
+        return shared
 
     def _compute_mlp(
         self,
         kernels: KernelSet,
         block: MlpBlock,
         composed: Callable[..., ResidualStream],
-        eps: int,
+        arguments: _LayerArguments,
         x: ResidualStream,
         _: MlpBlock,
     ) -> ResidualStream:
@@ -219,27 +260,33 @@ class CompiledBlocks:
         if weights is None or is_observed() or not _is_plain(x.rows):
             return composed(x, block)
         rows = x.add()
-        functions = self._compiled()
-        threads = functions.threads
-        gate_up, down = weights
+        shared = self._share_mlp(rows, *weights)
+        memory = arguments.update(
+            (*weights, block.norm),
+            lambda: [
+                block.norm.data_ptr(),
+                *(number for each in weights for number in (each.groups, each.bits, each.data.data_ptr())),
+                _bits_of(block.eps),
+            ],
+            shared,
+        )
+        self._compiled().run_function("mlp", memory, self._compiled().threads)
+        return ResidualStream(kernels, rows)
+
+    def _share_mlp(self, rows: Tensor, gate_up: BlockWeight, down: BlockWeight) -> _SharedArguments:
+        """Return the arguments of MLPs of one size for a pass."""
+        threads = self._compiled().threads
+        key = (id(rows), gate_up.groups, down.groups, threads)
+        if self._mlp.key == key:
+            return self._mlp
         count, inner = rows.shape[0], down.groups * GROUP
         stride = _scratch_elements(count, max(gate_up.groups, down.groups))
         memory = rows.new_empty(threads * stride + 3 * count * inner)
         scratch = memory.data_ptr()
         both = scratch + threads * stride * 4
-        arguments = [rows.data_ptr(), count, block.norm.data_ptr(), gate_up.groups, gate_up.bits, gate_up.data.data_ptr()]
-        arguments += [
-            down.groups,
-            down.bits,
-            down.data.data_ptr(),
-            scratch,
-            stride * 4,
-            both,
-            both + 2 * count * inner * 4,
-            eps,
-        ]
-        functions.run_function("mlp", arguments, threads)
-        return ResidualStream(kernels, rows)
+        arguments = [rows.data_ptr(), count, scratch, stride * 4, both, both + 2 * count * inner * 4]
+        self._mlp = shared = _SharedArguments(key, array("q", arguments), "mlp", (rows, memory))
+        return shared
 
     def _compiled(self) -> _Functions:
         if self._functions is None:
@@ -250,9 +297,7 @@ class CompiledBlocks:
         if not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return None
         one, other = self._find(first), self._find(second)
-        if one is None or other is None or one.groups != other.tiles:  # the second adds to what the first reads
-            return None
-        return one, other
+        return None if one is None or other is None else (one, other)
 
     def _find(self, weight: Tensor) -> BlockWeight | None:
         """Return the weight in blocks, or None if its values aren't those of blocks. The first call packs."""

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionBlock, AttentionMetadata, HeadNorms, KernelSet, MlpBlock, RotaryArgs
+from outrider_cpu import operators
 from outrider_cpu.attention import attend_pages
 from outrider_cpu.compiled_blocks import CompiledBlocks
-from outrider_cpu.operators import rope_write_cache
 from outrider_cpu.packed_weights import PackedWeights, is_observed
 
 _TARGET, _DRAFT = 0, 2
@@ -103,7 +103,7 @@ class CpuKernels(KernelSet):
             return super().head_norm_rope_write_cache(qkv, norms, rotary)
         heads = qkv.view(qkv.shape[0], -1, size)
         turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
-        rotate = torch.ops.outrider.rope_write_cache.host if is_observed() else rope_write_cache
+        rotate = torch.ops.outrider.rope_write_cache.host if is_observed() else operators.rope_write_cache
         rotated: Tensor = rotate(turned, v, *rotary)
         return rotated[:, :-kv_heads]
 
@@ -136,7 +136,8 @@ class CpuKernels(KernelSet):
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
         """Return the argmax if all rows are greedy, else sample."""
         lane = _DRAFT if draft else _TARGET
-        return torch.ops.outrider.sample.host(logits, temperature, seeds, positions, lane)  # type: ignore[no-any-return]
+        choose = torch.ops.outrider.sample.host if is_observed() else operators.sample
+        return choose(logits, temperature, seeds, positions, lane)
 
     def verify_chain(
         self,
@@ -147,11 +148,18 @@ class CpuKernels(KernelSet):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Skip verification without drafts, and skip the distributions if all rows are greedy."""
-        return torch.ops.outrider.verify_chain.host(  # type: ignore[no-any-return]
-            target_logits, draft_tokens, draft_probs, temperature, seeds, positions
-        )
+        """Skip the distributions if all rows are greedy."""
+        verify = torch.ops.outrider.verify_chain.host if is_observed() else operators.verify_chain
+        return verify(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
 
     def find_nan(self, x: Tensor, found: Tensor) -> None:
         """Search only if the sum of ``x`` is NaN."""
-        torch.ops.outrider.find_nan.host(x, found)
+        find = torch.ops.outrider.find_nan.host if is_observed() else operators.find_nan
+        find(x, found)
+
+    def gather_checked(
+        self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
+    ) -> None:
+        """Search only if the sum of the rows is NaN or an integer is invalid."""
+        gather = torch.ops.outrider.gather_checked.host if is_observed() else operators.gather_checked
+        gather(source, rows, *(bounds or (0, 0)), out, found)
