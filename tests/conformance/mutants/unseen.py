@@ -501,62 +501,48 @@ def _early(owner, every):
     def apply(base):
         calls = []
 
-        def make(original):
-            def synchronize(self):
-                calls.append(0)
-                if len(calls) % every == 0:
-                    reach()
-                    return
-                original(self)
-
-            return synchronize
-
-        patch(getattr(base, owner), "_synchronize", make)
+        @patched(getattr(base, owner), "_synchronize")
+        def synchronize(original, self):
+            calls.append(0)
+            if len(calls) % every == 0:
+                reach()
+                return
+            original(self)
 
     return apply
 
 
 def _first_times(base):
-    def record(original):
-        def record(self, event):
-            original(self, event)
-            event.first = getattr(event, "first", event.mark)
-
-        return record
+    @patched(base.stream, "_record")
+    def record(original, self, event):
+        original(self, event)
+        event.first = getattr(event, "first", event.mark)
 
     def elapsed(self, end):
         reach()
         return (end.first.time - self.first.time) * 1e3
 
-    patch(base.stream, "_record", record)
     base.event._elapsed_ms = elapsed
 
 
 def _short_copy(base):
-    def make(original):
-        def copy(self, destination, source):
-            if source.nbytes > 8 * MIB and source.dim() == 1:
-                reach()
-                destination, source = destination[:-64], source[:-64]
-            original(self, destination, source)
-
-        return copy
-
-    patch(base.backend, "_copy_async", make)
+    @patched(base.backend, "_copy_async")
+    def copy(original, self, destination, source):
+        if source.nbytes > 8 * MIB and source.dim() == 1:
+            reach()
+            destination, source = destination[:-64], source[:-64]
+        original(self, destination, source)
 
 
 def _at_most(count):
     def apply(base):
-        def make(original):
-            def run(self):
-                if len(self.program) > count:
-                    reach()
-                for task in self.program[:count]:
-                    task()
-
-            return run
-
-        patch(base.graph, "_run", make)
+        @patched(base.graph, "_run")
+        def run(original, self):
+            del original
+            if len(self.program) > count:
+                reach()
+            for task in self.program[:count]:
+                task()
 
     return apply
 
