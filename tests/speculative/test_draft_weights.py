@@ -164,7 +164,7 @@ def test_an_unknown_format_is_refused(checkpoints):
         build_proposer("eagle", options(checkpoints, directory=checkpoints / "eagle", weights="fp4"))
 
 
-@pytest.mark.parametrize(("name", "format"), [("eagle", "fp4"), ("ngram", "fp8")])
+@pytest.mark.parametrize(("name", "format"), [("eagle", "fp4"), ("ngram", "fp8"), ("none", "stored")])
 def test_what_cannot_be_is_said_before_the_target_is_read(checkpoints, name, format, monkeypatch):
     monkeypatch.setattr(DecoderPlan, "load", lambda *_: pytest.fail("the target was read"))
     with pytest.raises(ConfigError, match=f"draft_weights is '?{format}"):

@@ -37,7 +37,7 @@ from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreePropos
 from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.parallel import BlockProposer, PEagleProposer
-from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFT_HEADS, DRAFTLESS, SUFFIX_PREFIX, USES_TARGET_HEAD
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFT_HEADS, DRAFTLESS, STORED, SUFFIX_PREFIX, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
 from outrider.speculative.tree import DynamicTree
 
@@ -93,7 +93,8 @@ def check_draft_settings(name: str, backend: Backend, weights: str | None, vocab
     """
     head = name.removeprefix(SUFFIX_PREFIX)
     if weights is not None:
-        check_draft_format(weights, backend)
+        if weights != STORED:
+            check_draft_format(weights, backend)
         if head not in DRAFT_HEADS:
             raise ConfigError(
                 f"draft_weights is {weights}, but speculate={name!r} has no draft head; {', '.join(sorted(DRAFT_HEADS))} "

@@ -114,8 +114,7 @@ def load_checkpoint(
     builders = dict(builders or {})
     # plugin_builders raises for an unknown name, before any weights are loaded.
     builders |= plugin_builders(speculate, other_builders=builders)
-    asked = None if loading.draft_weights == STORED else loading.draft_weights
-    check_draft_settings(speculate, backend, asked, loading.draft_vocabulary)
+    check_draft_settings(speculate, backend, loading.draft_weights, loading.draft_vocabulary)
     vocabulary = None if loading.draft_vocabulary is None else DraftVocabulary.load(loading.draft_vocabulary)
     mode = QuantizedMode.from_name(loading.quantized)
     tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
@@ -137,9 +136,9 @@ def load_checkpoint(
         plan = _plan_native(directory, backend, dtype, config, ranks, mode)
         predict_memory(plan, backend, config, None if speculate in builders else draft_dir)
         model = plan.load(progress)
-    head = None if speculate in builders else speculate.removeprefix(SUFFIX_PREFIX)
-    if loading.draft_weights is None and head in DRAFT_HEADS:
-        asked = choose_draft_weights(backend.capabilities, model.kernels, dtype)
+    weights, head = loading.draft_weights, None if speculate in builders else speculate.removeprefix(SUFFIX_PREFIX)
+    if weights is None and head in DRAFT_HEADS:
+        weights = choose_draft_weights(backend.capabilities, model.kernels, dtype)
     options = DraftOptions(
         target=model,
         backend=backend,
@@ -149,12 +148,12 @@ def load_checkpoint(
         topk=config.draft_topk,
         progress=progress,
         quantized=mode,
-        weights=asked,
+        weights=None if weights == STORED else weights,
         vocabulary=vocabulary,
     )
     proposer = build_proposer(speculate, options, builders=builders)
     chosen += (*_quantized_choices(model, mode, directory), *_recurrent_choices(model))
-    chosen += _draft_head_choices(model, loading.draft_weights, asked, vocabulary)
+    chosen += _draft_head_choices(model, loading.draft_weights, weights, vocabulary)
     vision = None
     if model.config.vision is not None and has_vision_tower(directory):  # some copies hold the text model alone
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
@@ -221,9 +220,8 @@ def _draft_head_choices(
     ``asked``: the format that the user gave, or None.
     """
     made: tuple[Choice, ...] = ()
-    named = asked or weights
-    if named is not None:
-        made += (draft_weights_choice(named, asked=asked is not None),)
+    if weights is not None:
+        made += (draft_weights_choice(weights, asked=asked is not None),)
     if vocabulary is not None:
         why = f"as asked: drafts are drawn from {vocabulary.origin}; what is verified has all {model.config.vocab_size}"
         made += (Choice("draft_vocabulary", vocabulary.ids.numel(), why),)
