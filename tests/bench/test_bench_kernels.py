@@ -160,10 +160,9 @@ def test_synthetic_acceptance_says_so_to_people(outrider):
         (["--shape", "tiny", "--accept-length", "2", "--speculate", "none"], "needs drafts to accept"),
         (["--shape", "tiny", "--speculate", "ngram"], "--speculate ngram has no random weights"),
         (["--shape", "tiny", "--speculate", "dflash"], "--draft-layers is 5; each layer of a block drafter reads one of"),
-        (["--draft-quantize", "fp8"], "goes with --shape alone: write a real draft's with outrider quantize"),
         (
-            ["--shape", "tiny", "--draft-quantize", "fp8", "--speculate", "none"],
-            "--draft-quantize says what a draft's weights are",
+            ["--shape", "tiny", "--draft-weights", "fp8", "--speculate", "none"],
+            "--draft-weights says what a draft's weights are",
         ),
         (["--shape", "tiny", "--draft-layers", "1"], "it goes with --shape and --speculate dflash"),
         (["--shape", "tiny", "--model", "."], "--model doesn't go with --shape"),

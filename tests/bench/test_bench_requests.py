@@ -49,10 +49,10 @@ def test_a_written_checkpoint_is_loaded_and_a_simulated_device_has_times_of_its_
 
 def test_a_mixed_load(outrider):
     load = ("--requests", "6", "--prompts", "3-20", "--outputs", "2-9", "--max-requests", "3", "--accept-length", "2.5")
-    drafts = ("--draft-output-head", "int4", "--draft-vocabulary", "40", "--draft-quantize", "fp8")
+    drafts = ("--draft-weights", "fp8", "--draft-vocabulary", "40")
     result = outrider("bench", "mixed", *SMALL, *load, *drafts, "--json").json
-    assert (result["draft_output_head"], result["draft_vocabulary"]) == ("int4", "40")
-    assert (result["quantized"], result["draft"]) == (None, "random weights, fp8")
+    assert (result["draft_weights"], result["draft_vocabulary"]) == ("fp8", "40")
+    assert (result["quantized"], result["draft"]) == (None, "random weights")
     assert result["load"]["requests"] == 6
     assert result["tokens_per_s"] == pytest.approx(result["load"]["output_tokens"] / result["seconds"])
     assert result["acceptance"] == "synthetic, mean 2.5"
@@ -63,7 +63,7 @@ def test_a_mixed_load(outrider):
 
 
 def test_the_bundled_model_serves_a_load_too(outrider):
-    load = ("--requests", "3", "--prompts", "3-9", "--outputs", "2-5", "--draft-tokens", "2", "--draft-output-head", "int8")
+    load = ("--requests", "3", "--prompts", "3-9", "--outputs", "2-5", "--draft-tokens", "2", "--draft-weights", "int8")
     shown = outrider("bench", "mixed", "--backend", "cpu", *load)
     assert shown.code == 0
     assert "bundled model on cpu" in shown.out

@@ -74,37 +74,34 @@ def test_this_engine_quantises_target_draft_and_head(head):
         assert isinstance(target.head, QuantizedWeight) == head
 
 
-def test_this_engine_draws_drafts_with_a_copy_of_the_head():
-    """And a limit counts its bytes, once for each drafted token."""
-    options, limits = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}, {}
-    for format in (None, "int8"):
-        asked = replace(WORKED, draft_output_head=format)
+def test_this_engine_drafts_with_weights_in_few_bits():
+    """And a limit counts their bytes, once for each drafted token."""
+    options, limits, sizes = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}, {}, {}
+    for format in ("stored", "int8"):
+        asked = replace(WORKED, draft_weights=format)
         with open_peer(asked, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
-            own, drawn = engine.model.weights.head, engine.proposer.head.target.weights.head
+            target, head = engine.model.weights, engine.proposer.head
             limits[format] = iteration_bytes(engine, batch=1, context=8)
-            assert isinstance(own, torch.Tensor)
-            assert ("draft output head in int8" in peer.settings) is (format is not None)
-            if format is None:
-                assert drawn is own
-            else:
-                assert drawn.format == format
-                assert limits[None] - limits[format] == engine.proposer.depth * (own.nbytes - drawn.nbytes)
+            assert not any(isinstance(each, QuantizedWeight) for each in (target.head, target.layers[1].qkv))
+            assert f"the draft's weights in {format}" in peer.settings
+            read = (head.output.weights.head, head.weights.fusion, *products(head.weights.layers[0]))
+            assert all(isinstance(each, QuantizedWeight) for each in read) is (format == "int8")
+            sizes[format] = sum(each.nbytes for each in read)
+    saved = engine.proposer.depth * (sizes["stored"] - sizes["int8"])
+    assert limits["stored"] - limits["int8"] == saved > 0
     some = replace(WORKED, draft_vocabulary="16")
     with open_peer(some, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
-        own, drawn = engine.model.weights.head, engine.proposer.head.target.weights.head
+        own, drawn = engine.model.weights.head, engine.proposer.head.output.weights.head
         assert "draft tokens out of 16" in peer.settings
         assert torch.equal(drawn, own[:16])
         saved = engine.proposer.depth * (own.nbytes - drawn.nbytes)
-        assert limits[None] - iteration_bytes(engine, batch=1, context=8) == saved
-    with open_peer(replace(WORKED, draft_quantize="fp8"), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
-        assert "the draft's layers in fp8" in peer.settings
-        target, draft = engine.model.weights, engine.proposer.head.weights
-        assert not any(
-            isinstance(each, QuantizedWeight) for each in (target.head, target.layers[1].qkv, target.layers[1].down)
-        )
-        assert all(isinstance(each, QuantizedWeight) for each in (draft.fusion, draft.layers[0].gate_up))
-    with open_peer(replace(WORKED, draft_output_head="int8"), "none", "cpu", options) as peer, closing(peer._engine):
-        assert "draft output head" not in peer.settings  # of the runs without drafts
+        assert limits["stored"] - iteration_bytes(engine, batch=1, context=8) == saved
+    with open_peer(replace(WORKED, draft_weights="int8"), "none", "cpu", options) as peer, closing(peer._engine):
+        assert "the draft's weights" not in peer.settings  # of the runs without drafts
+
+
+def products(layer):
+    return layer.qkv, layer.output, layer.gate_up, layer.down
 
 
 @pytest.mark.parametrize(
@@ -112,12 +109,9 @@ def test_this_engine_draws_drafts_with_a_copy_of_the_head():
     [
         (("--quantize", "fp8"), "--quantize is for outrider and vllm, not for transformers"),
         (("--quantize", "fp3", "--engines", "outrider"), "--quantize is 'fp3'"),
-        (("--draft-output-head", "fp8", "--engines", "vllm"), "--draft-output-head is for drafts of outrider"),
-        (("--draft-output-head", "fp8", "--speculate", "none"), "--draft-output-head is for drafts of outrider"),
+        (("--draft-weights", "fp8", "--engines", "vllm"), "--draft-weights is for drafts of outrider"),
+        (("--draft-weights", "fp8", "--speculate", "none"), "--draft-weights is for drafts of outrider"),
         (("--draft-vocabulary", "9", "--speculate", "none"), "--draft-vocabulary is for drafts of outrider"),
-        (("--draft-quantize", "fp8", "--engines", "vllm"), "--draft-quantize is for drafts of outrider"),
-        (("--draft-quantize", "fp3", "--engines", "outrider"), "--draft-quantize is 'fp3'"),
-        (("--draft-quantize", "fp8", "--quantize", "fp8", "--engines", "outrider"), "leave --draft-quantize out"),
         (("--lm-head",), "--lm-head says what --quantize takes too"),
         (("--shape", "llama-3.2-1b", "--quantize", "fp8", "--lm-head", "--engines", "vllm"), "is its embedding"),
     ],

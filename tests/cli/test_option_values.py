@@ -95,13 +95,13 @@ def test_types_are_shown_in_one_way(parsed):
 def test_the_names_and_sizes_are_those_of_the_engine():
     from outrider.engine.config import DTYPES, KV_DTYPES, SIZES
     from outrider.model.config.shapes import SHAPES
-    from outrider.model.heads.draft_output import OUTPUT_FORMATS
+    from outrider.model.heads.draft_output import DRAFT_FORMATS
     from outrider.model.quantization import QuantizedMode
     from outrider.serve.api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 
     assert set(option_values.DTYPES) == set(DTYPES)
     assert set(option_values.KV_DTYPES) == set(KV_DTYPES)
-    assert set(option_values.WEIGHT_FORMATS) == set(OUTPUT_FORMATS) == set(WEIGHT_FORMATS)
+    assert set(option_values.WEIGHT_FORMATS) == set(DRAFT_FORMATS) == set(WEIGHT_FORMATS)
     assert set(option_values.SHAPES) == set(SHAPES)
     assert set(option_values.TOOL_FORMATS) == set(TOOL_FORMATS)
     assert set(option_values.REASONING_FORMATS) == set(REASONING_FORMATS)

@@ -10,7 +10,7 @@ from outrider import Engine, EngineConfig, OutriderError, SamplingParams
 from outrider.bundled import BUNDLED_HEADS, bundled
 from outrider.device import ConfigError, StepMode
 from outrider.engine.config import DRAFT_LENGTHS, DTYPES, KV_DTYPES
-from outrider.model import OUTPUT_FORMATS, OutputFormat, QuantizedMode, QuantizedName
+from outrider.model import DRAFT_FORMATS, DraftFormat, QuantizedMode, QuantizedName
 from outrider_proof.tiny import plain_config
 
 PROMPT = "def read("
@@ -77,7 +77,7 @@ WRONG = [
     ({"speculate": None}, "speculate is None .a NoneType.; expected str"),
     ({"config": {"max_requests": 1}}, "config is .* .a dict.; expected EngineConfig or None"),
     ({"quantized": 8}, "quantized is 8 .a int.; expected str"),
-    ({"draft_output_head": ["fp8"]}, "draft_output_head is .'fp8'.; expected one of fp8, fp8-tensor"),
+    ({"draft_weights": ["fp8"]}, "draft_weights is .'fp8'. .a list.; expected str or None"),
     ({"draft_vocabulary": 1.5}, "draft_vocabulary is 1.5"),
 ]
 
@@ -133,7 +133,7 @@ def test_literal_types_are_the_values_that_are_taken():
     assert names(hints["kv_dtype"]) == set(KV_DTYPES)
     assert names(hints["draft_length"]) == set(DRAFT_LENGTHS)
     assert set(get_args(QuantizedName)) == {str(each) for each in QuantizedMode}
-    assert set(get_args(OutputFormat)) == set(OUTPUT_FORMATS)
+    assert set(get_args(DraftFormat)) == set(DRAFT_FORMATS)
 
 
 @pytest.mark.slow

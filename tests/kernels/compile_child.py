@@ -196,6 +196,7 @@ NORM = {"bias": None, "PARTS": 2, "BLOCK": 4096}
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
+    (rows.add_gated, {}, {"BLOCK": 2048}),
     (rows.add_rms_norm, {"x": WIDE, "grains": WIDE}, {**NORM, "PLANES": True}),
     (rows.add_rms_norm, {"x": WIDE}, {**NORM, "grains": None, "PLANES": True}),
     (rows.silu_mul, {"grains": WIDE}, {"PLANES": True, "BLOCK": 1024}),

@@ -71,6 +71,16 @@ def test_pairs_without_an_expert_add_nothing(tokens, count, chosen, kernels, dev
     assert bool(((made.cpu().double() - right).abs() <= 4e-3 * (1 + right.abs())).all())
 
 
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (7, 72)])
+def test_a_shared_expert_is_added_by_its_gate(tokens, hidden, kernels, device):
+    value, part, x = (normal(tokens, hidden, seed=seed).half() for seed in (1, 2, 3))
+    gate = normal(1, hidden, seed=4).mul(hidden**-0.5).half()
+    right = value.double() + torch.sigmoid(x.double() @ gate.double().T) * part.double()
+    made = value.clone().to(device)
+    torch.ops.outrider.add_gated.triton(made, part.to(device), x.to(device), gate.to(device), False)
+    assert bool(((made.cpu().double() - right).abs() <= 2e-3 * (1 + right.abs())).all())
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("tokens", "count", "chosen"), [(1, 1, 1), (5, 8, 3), (2, 60, 4), (3, 128, 8)])

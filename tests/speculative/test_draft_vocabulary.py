@@ -18,7 +18,7 @@ from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 from speculative.test_build import GREEDY, PROMPTS, options
-from speculative.test_output_head import drawn_with
+from speculative.test_draft_weights import drawn_with
 
 SOME = [int(each) for each in torch.randperm(96, generator=torch.Generator().manual_seed(3))[:60]]
 """Of 96 tokens, in the order of a list by frequency."""
@@ -56,7 +56,7 @@ def drafts_of(proposer):
 
 
 @pytest.mark.sample(1, per="name")
-@pytest.mark.parametrize("fields", [{}, {"draft_output_head": "int8"}], ids=["plain", "int8"])
+@pytest.mark.parametrize("fields", [{}, {"draft_weights": "int8"}], ids=["plain", "int8"])
 @pytest.mark.parametrize(("name", "topk"), [("eagle", 1), ("eagle", 3), ("mtp", 1), ("mtp", 2), ("dflash", 1)])
 def test_tokens_are_those_of_plain_decoding(checkpoints, file, name, topk, fields):
     engine = made(checkpoints, name, topk, draft_vocabulary=file, **fields)

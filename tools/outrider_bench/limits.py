@@ -86,7 +86,7 @@ def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None
     if isinstance(proposer, EagleProposer | BlockProposer):
         head = cast("EagleHead | MtpHead | DFlashHead", proposer.head)
         drafted = rows if isinstance(proposer, BlockProposer) else batch * proposer.depth
-        draft_output = 2 * _elements(cast("Decoder", head.target).weights.head)
+        draft_output = 2 * _elements(cast("Decoder", head.output).weights.head)
         inputs = [getattr(head.weights, name, None) for name in ("fusion", "projection")]
         own = 2 * sum(_elements(each) for each in inputs if each is not None)
         layers = head.weights.layers
@@ -174,8 +174,8 @@ def _output_head_bytes(head: EagleHead | MtpHead | DFlashHead) -> int:
     """Return the bytes of the output head that the draft samples with: that of the target, or a copy."""
     from outrider.model import Decoder
 
-    assert isinstance(head.target, Decoder)
-    return head.target.weights.head.nbytes
+    assert isinstance(head.output, Decoder)
+    return head.output.weights.head.nbytes
 
 
 def _key_value_weight_bytes(drafter: DFlashHead) -> float:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.options.models import (
     DraftOption,
-    DraftOutputHeadOption,
     DraftTokensOption,
     DraftTopkOption,
     DraftVocabularyOption,
+    DraftWeightsOption,
     DtypeOption,
     ExactOption,
     KvDtypeOption,
@@ -161,12 +161,6 @@ QuantizeOption = Annotated[
     option("--quantize", value=one_of(*WEIGHT_FORMATS), help="Format of random weights of layers, also the draft's."),
 ]
 LmHeadOption = Annotated[bool, option("--lm-head", help="With --quantize, quantise the output head too.")]
-DraftQuantizeOption = Annotated[
-    str | None,
-    option(
-        "--draft-quantize", value=one_of(*WEIGHT_FORMATS), help="Format of the random weights of the draft's layers alone."
-    ),
-]
 BatchOption = Annotated[str, option("--batch", value=SIZES, help="Batch sizes.")]
 PromptLengthsOption = Annotated[str, option("--prompt-tokens", value=SIZES, help="Prompt lengths in tokens.")]
 PromptTokensOption = Annotated[int, option("--prompt-tokens", value=whole(1), help="Tokens of each prompt.")]
@@ -219,9 +213,8 @@ class RandomWeightOptions:
     backend: BackendOption = None
     quantize: QuantizeOption = None
     lm_head: LmHeadOption = False
-    draft_output_head: DraftOutputHeadOption = None
+    draft_weights: DraftWeightsOption = None
     draft_vocabulary: DraftVocabularyOption = None
-    draft_quantize: DraftQuantizeOption = None
 
     def __post_init__(self) -> None:
         if self.lm_head and self.quantize is None:
@@ -232,15 +225,6 @@ class RandomWeightOptions:
             )
         if self.accept_length is not None and self.shape is None:
             raise UsageError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
-        if self.draft_quantize is None:
-            return
-        if self.quantize is not None:
-            raise UsageError("--quantize takes the draft's layers too; leave --draft-quantize out")
-        if self.shape is None:
-            raise UsageError(
-                "--draft-quantize makes random weights and goes with --shape alone: write a real draft's with outrider "
-                "quantize, and give its directory with --draft"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +309,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             draft=self.draft,
             draft_tokens=self.draft_tokens,
             draft_topk=self.draft_topk,
-            draft_output_head=self.draft_output_head,
+            draft_weights=self.draft_weights,
             draft_vocabulary=self.draft_vocabulary,
             through_transformers=self.through_transformers,
         )
@@ -369,9 +353,8 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             accept_length=self.accept_length,
             quantize=self.quantize,
             quantize_head=self.lm_head,
-            draft_output_head=self.draft_output_head,
+            draft_weights=self.draft_weights,
             draft_vocabulary=self.draft_vocabulary,
-            draft_quantize=self.draft_quantize,
             draft_layers=self.draft_layers or DRAFT_LAYERS,
         )
         engine = random.load_engine(

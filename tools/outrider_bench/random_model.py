@@ -29,8 +29,7 @@ DRAFT_LAYERS = 5
 """Number of layers of a block drafter, that of published ones."""
 _DRAFT_OPTIONS = {
     "accept_length": "--accept-length needs drafts to accept",
-    "draft_quantize": "--draft-quantize says what a draft's weights are",
-    "draft_output_head": "--draft-output-head says how draft tokens are sampled",
+    "draft_weights": "--draft-weights says what a draft's weights are",
     "draft_vocabulary": "--draft-vocabulary says which draft tokens are sampled",
 }
 """Fields that need a draft, and the message that refuses each without one."""
@@ -51,10 +50,10 @@ class RandomModel:
     """Format of the layers' quantized weights, also of the draft's; None: unquantized."""
     quantize_head: bool = False
     """True if the output head also has the format of ``quantize``."""
-    draft_quantize: str | None = None
-    """Format of the quantized layers of the draft alone; None: that of ``quantize``."""
-    draft_output_head: str | None = None
-    """Format of the copy of the output head that the draft samples with."""
+    draft_weights: str | None = None
+    """Format of the draft's products and of the output head that it samples with, or ``stored``. None: the engine's choice
+    for a checkpoint.
+    """
     draft_vocabulary: str | None = None
     """Tokens that the draft samples from, as ``--draft-vocabulary`` names them."""
     draft_layers: int = DRAFT_LAYERS
@@ -77,12 +76,11 @@ class RandomModel:
         """The model, its draft and its acceptance, as a report names them."""
         given = self.accept_length
         layers = f", {self.draft_layers} layers" if self.speculate == "dflash" else ""
-        draft = f"random weights{layers}" + (f", {self.draft_quantize}" if self.draft_quantize else "")
         return {
             "model": f"random weights of {self.shape}",
             "quantized": describe_quantization(self.quantize, head=self.quantize_head),
-            "draft": None if self.speculate == "none" else draft,
-            "draft_output_head": self.draft_output_head,
+            "draft": None if self.speculate == "none" else f"random weights{layers}",
+            "draft_weights": self.draft_weights,
             "draft_vocabulary": self.draft_vocabulary,
             "speculate": self.speculate,
             "acceptance": "real" if given is None else describe_acceptance(given, self.draft_tokens),
@@ -101,9 +99,10 @@ class RandomModel:
         ``kv_dtype`` is the format of the KV cache. With ``batch_invariant``, the model uses batch-invariant kernels.
         """
         from outrider.cli.options.models import vocabulary_of
-        from outrider.model import Decoder, DraftVocabulary, with_output_head
+        from outrider.model import Decoder, DraftVocabulary, check_draft_format, with_output_head
         from outrider.speculative.eagle import EagleProposer
         from outrider.speculative.parallel import BlockProposer
+        from outrider.speculative.plugin import STORED
         from outrider_bench.random_weights import (
             RandomQuantization,
             random_decoder,
@@ -126,20 +125,21 @@ class RandomModel:
             model = Decoder(model.config, model.weights, kernels, ranks)
         if self.speculate == "none":
             return model, None
-        if self.draft_quantize is not None:
-            weights = RandomQuantization(name=self.draft_quantize, head=False)
-            weights.check(device)
-        target = model
-        if self.draft_output_head is not None or vocabulary is not None:
-            target = with_output_head(model, backend=device, format=self.draft_output_head, vocabulary=vocabulary)
+        rounding = None if self.draft_weights == STORED else self.draft_weights
+        if rounding is not None:
+            check_draft_format(rounding, device)
+        output = model
+        if rounding is not None or vocabulary is not None:
+            output = with_output_head(model, backend=device, format=rounding, vocabulary=vocabulary)
+        formats: dict[str, Any] = {"quantization": weights, "rounding": rounding}
         if self.speculate == "dflash":
             block = self.draft_tokens + 1
-            drafter = random_dflash(
-                target, whole, layers=self.draft_layers, block_size=block, backend=device, quantization=weights
-            )
+            drafter = random_dflash(model, whole, layers=self.draft_layers, block_size=block, backend=device, **formats)
+            drafter.output = output
             return model, BlockProposer(drafter)
         make_head = random_mtp if self.speculate == "mtp" else random_eagle
-        head = make_head(target, whole, backend=device, quantization=weights)
+        head = make_head(model, whole, backend=device, **formats)
+        head.output = output
         return model, EagleProposer(head, draft_tokens=self.draft_tokens)
 
     def load_engine(
@@ -168,7 +168,7 @@ class RandomModel:
         from outrider.engine.engine import Engine
         from outrider.engine.ranks.ranks import part_of_model
         from outrider.engine.setup.facts import collect_facts
-        from outrider.engine.setup.resolve import resolve
+        from outrider.engine.setup.resolve import choose_draft_weights, draft_weights_choice, resolve
         from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 
@@ -189,7 +189,14 @@ class RandomModel:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
             config = replace(config, num_pages=pages)
         part = part_of_model(ranks)
-        model, proposer = self.make(
+        random = self
+        if self.speculate != "none" and self.draft_weights is None:
+            kernels = device.kernels_in_use.batch_invariant() if config.batch_invariant else device.kernels_in_use
+            chosen = choose_draft_weights(device.capabilities, kernels, config.torch_dtype)
+            random = replace(self, draft_weights=chosen)
+        if random.draft_weights is not None:
+            own += (draft_weights_choice(random.draft_weights, asked=self.draft_weights is not None),)
+        model, proposer = random.make(
             device, config.torch_dtype, part, kv_dtype=config.kv_dtype, batch_invariant=config.batch_invariant
         )
         config = resolve(config, collect_facts(device, model, proposer or NonSpeculativeProposer()), own)

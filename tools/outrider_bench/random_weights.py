@@ -19,6 +19,7 @@ from outrider.model.checkpoint.tensor_loading import loading_stream
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.shapes import shape_config
 from outrider.model.heads.dflash import DFlashHead, dflash_targets, dflash_weights
+from outrider.model.heads.draft_output import round_products
 from outrider.model.heads.eagle import EagleHead
 from outrider.model.heads.eagle_loading import eagle_targets, eagle_weights
 from outrider.model.heads.mtp import HEAD_NAME, MtpHead, chained_head_config, chained_mtp_targets, mtp_weights
@@ -98,6 +99,7 @@ def random_eagle(
     *,
     backend: Backend,
     quantization: RandomQuantization | None = None,
+    rounding: str | None = None,
 ) -> EagleHead:
     """Return an EAGLE head of one layer for ``target``, in the published form.
 
@@ -110,6 +112,8 @@ def random_eagle(
     with loading_stream(backend, target.dtype):
         targets = eagle_targets(whole, (), shards)
         weights = _random_weights(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
+        if rounding is not None:
+            round_products(weights, rounding)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
 
 
@@ -119,6 +123,7 @@ def random_mtp(
     *,
     backend: Backend,
     quantization: RandomQuantization | None = None,
+    rounding: str | None = None,
 ) -> MtpHead:
     """Return a head of multi-token prediction for ``target`` in the form of Qwen3.5: one layer with attention, which drafts a
     chain. ``whole``: the config of a target that several ranks share.
@@ -130,6 +135,8 @@ def random_mtp(
     with loading_stream(backend, target.dtype):
         targets = chained_mtp_targets(whole, (), shards)
         weights = _random_weights(targets, target.dtype, backend.device, seed=3, shards=shards, quantization=quantization)
+        if rounding is not None:
+            round_products(weights, rounding)
         return MtpHead(config, mtp_weights(weights, HEAD_NAME, config.experts), target, ahead=1, embedding_first=True)
 
 
@@ -141,6 +148,7 @@ def random_dflash(
     block_size: int,
     backend: Backend,
     quantization: RandomQuantization | None = None,
+    rounding: str | None = None,
 ) -> DFlashHead:
     """Return a DFlash head of ``layers`` Qwen3 layers of the target's sizes, in the published form.
 
@@ -156,6 +164,8 @@ def random_dflash(
     with loading_stream(backend, target.dtype):
         targets = dflash_targets(whole, len(read), shards)
         weights = _random_weights(targets, target.dtype, backend.device, seed=2, shards=shards, quantization=quantization)
+        if rounding is not None:
+            round_products(weights, rounding)
         return DFlashHead(
             config,
             dflash_weights(config, weights),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from outrider.engine.setup.loading import LoadingArguments, absolute, load_check
 from outrider.engine.setup.resolve import resolve
 from outrider.engine.state.parts import EngineParts
 from outrider.errors import RequestError
-from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
+from outrider.model import DraftFormat, LanguageModel, Media, QuantizedName, Tokenizer, VisionTower
 from outrider.registry import get_backend
 from outrider.speculative.build import Builder
 from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
@@ -144,7 +144,7 @@ class Engine:
         through_transformers: bool = False,
         trust_remote_code: bool = False,
         quantized: QuantizedName = "kernels",
-        draft_output_head: OutputFormat | None = None,
+        draft_weights: DraftFormat | Literal["stored"] | None = None,
         draft_vocabulary: Path | str | int | None = None,
         progress: Progress | None = None,
         capture_progress: CaptureProgress | None = None,
@@ -162,9 +162,10 @@ class Engine:
         slower than a native one. ``trust_remote_code`` lets it run the checkpoint's Python code with all rights of this
         process.
 
-        ``quantized`` is a :class:`~outrider.model.QuantizedMode`. ``draft_output_head`` (``fp8``, ``int8`` or ``int4``) gives
-        proposers a copy of the target's output head in that format; verification uses the head itself. ``draft_vocabulary``
-        limits that copy to the first tokens or to those of a file (:class:`~outrider.model.DraftVocabulary`).
+        ``quantized`` is a :class:`~outrider.model.QuantizedMode`. ``draft_weights`` is the format of a draft head's
+        products and of the copy of the target's output head with which the draft samples, or ``stored``; by default the
+        engine chooses. Verification uses the target's own weights. ``draft_vocabulary`` limits that copy to the first tokens
+        or to those of a file (:class:`~outrider.model.DraftVocabulary`).
 
         ``progress(tensor, bytes done, total)`` is called for each loaded tensor, ``capture_progress(done, total)`` for each
         captured batch size. ``ranks`` run the engine together, each with its part of the checkpoint. ``parallel`` instead
@@ -179,7 +180,7 @@ class Engine:
             through_transformers=through_transformers,
             trust_remote_code=trust_remote_code,
             quantized=quantized,
-            draft_output_head=draft_output_head,
+            draft_weights=draft_weights,
             draft_vocabulary=draft_vocabulary if isinstance(draft_vocabulary, int) else absolute(draft_vocabulary),
         )
         check_type("model_dir", model_dir, str, Path)

@@ -81,7 +81,7 @@ class RaySettings(BaseModel):
     backend: str | None = None
     dtype: str | None = None
     quantized: str = "kernels"
-    draft_output_head: str | None = None
+    draft_weights: str | None = None
     draft_vocabulary: str | int | None = None
     max_requests: int | None = None
     max_context: int | None = None

@@ -19,9 +19,10 @@ from outrider.model.config.rope import RopeConfig
 from outrider.model.heads.dflash import DFlashHead, DFlashWeights, load_dflash
 from outrider.model.heads.draft_head import BaseDraftHead
 from outrider.model.heads.draft_output import (
-    OUTPUT_FORMATS,
+    DRAFT_FORMATS,
+    DraftFormat,
     DraftVocabulary,
-    OutputFormat,
+    check_draft_format,
     with_output_head,
     with_vocabulary_size,
 )
@@ -44,13 +45,14 @@ from outrider.model.media.vision import VisionTower, has_vision_tower, load_visi
 from outrider.model.quantization import QuantizedMode, QuantizedName
 
 __all__ = [
-    "OUTPUT_FORMATS",
+    "DRAFT_FORMATS",
     "BaseDraftHead",
     "DFlashHead",
     "DFlashWeights",
     "Decoder",
     "DecoderPlan",
     "DecoderWeights",
+    "DraftFormat",
     "DraftVocabulary",
     "Eagle3Head",
     "Eagle3Weights",
@@ -70,7 +72,6 @@ __all__ = [
     "ModelRanks",
     "MtpHead",
     "MtpWeights",
-    "OutputFormat",
     "PEagleHead",
     "PEagleWeights",
     "Progress",
@@ -88,6 +89,7 @@ __all__ = [
     "VisionConfig",
     "VisionTower",
     "attention_shapes",
+    "check_draft_format",
     "check_draft_kind",
     "check_same_tokens",
     "checkpoint_dtype",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -11,14 +11,14 @@ from typing import TypeVar
 import torch
 
 from outrider.device import Backend, ConfigError
-from outrider.errors import shown
 from outrider.model import (
-    OUTPUT_FORMATS,
     BaseDraftHead,
+    Decoder,
     DraftVocabulary,
     LanguageModel,
     Progress,
     QuantizedMode,
+    check_draft_format,
     find_mtp_format,
     load_chained_mtp,
     load_decoder,
@@ -37,7 +37,7 @@ from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreePropos
 from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.parallel import BlockProposer, PEagleProposer
-from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX, USES_TARGET_HEAD
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFT_HEADS, DRAFTLESS, SUFFIX_PREFIX, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
 from outrider.speculative.tree import DynamicTree
 
@@ -59,9 +59,9 @@ class DraftOptions:
     progress: Progress | None = None
     quantized: QuantizedMode = QuantizedMode.KERNELS
     """How quantized weights of the draft are loaded and multiplied."""
-    output_head: str | None = None
-    """Format of a quantized copy of the target's output head, from which the proposer samples. None uses the target's own
-    head.
+    weights: str | None = None
+    """Format of the draft head's products, and of the copy of the target's output head with which the proposer samples. None
+    leaves the weights as they are stored.
     """
     vocabulary: DraftVocabulary | None = None
     """Tokens that drafts are sampled from. None means all."""
@@ -69,7 +69,6 @@ class DraftOptions:
 
 Builder = Callable[[DraftOptions], Proposer]
 _Head = TypeVar("_Head")
-_OwnHead = TypeVar("_OwnHead", bound=BaseDraftHead)
 
 
 def build_proposer(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
@@ -79,7 +78,7 @@ def build_proposer(name: str, options: DraftOptions, *, builders: Mapping[str, B
     checkpoint.
     """
     known = {**BUILDERS, **(builders or {})}
-    check_output_head(name, options.output_head, options.vocabulary)
+    check_draft_settings(name, options.backend, options.weights, options.vocabulary)
     if name not in known and name.startswith(SUFFIX_PREFIX):
         return _build_combined(name, options, known)
     if name not in known:
@@ -87,24 +86,23 @@ def build_proposer(name: str, options: DraftOptions, *, builders: Mapping[str, B
     return known[name](options)
 
 
-def check_output_head(name: str, format: str | None, vocabulary: object | None = None) -> None:
-    """Raise :class:`ConfigError` for an unknown ``format``, or if the proposer called ``name`` doesn't sample with the
-    target's head.
+def check_draft_settings(name: str, backend: Backend, weights: str | None, vocabulary: object | None = None) -> None:
+    """Raise :class:`ConfigError` for a format ``weights`` or a ``vocabulary`` that the proposer called ``name`` can't use.
 
-    Such a proposer has no use for ``format`` or ``vocabulary``.
+    Raises :class:`CapabilityError` if the backend has no kernels for the format.
     """
-    if format not in (None, *OUTPUT_FORMATS):
+    head = name.removeprefix(SUFFIX_PREFIX)
+    if weights is not None:
+        check_draft_format(weights, backend)
+        if head not in DRAFT_HEADS:
+            raise ConfigError(
+                f"draft_weights is {weights}, but speculate={name!r} has no draft head; {', '.join(sorted(DRAFT_HEADS))} "
+                "have one. A draft model is quantised as a checkpoint (outrider quantize)"
+            )
+    if vocabulary is not None and head not in USES_TARGET_HEAD:
         raise ConfigError(
-            f"draft_output_head is {shown(format)}; expected one of {', '.join(OUTPUT_FORMATS)}, or None for the target's own"
-        )
-    setting = None if vocabulary is None else "draft_vocabulary is given"
-    if format is not None:
-        setting = f"draft_output_head is {format}"
-    if setting is not None and name.removeprefix(SUFFIX_PREFIX) not in USES_TARGET_HEAD:
-        raise ConfigError(
-            f"{setting}, but speculate={name!r} doesn't draw drafts with the target's output head; "
-            f"{', '.join(sorted(USES_TARGET_HEAD))} do. A draft with a head of its own is quantised as a checkpoint "
-            "(outrider quantize)"
+            f"draft_vocabulary is given, but speculate={name!r} doesn't draw drafts with the target's output head; "
+            f"{', '.join(sorted(USES_TARGET_HEAD))} do"
         )
 
 
@@ -115,20 +113,36 @@ def _draft_directory(options: DraftOptions, name: str, what: str) -> Path:
 
 
 def _load_head(load: Callable[..., _Head], options: DraftOptions, name: str, what: str) -> _Head:
-    """Load a draft head with ``load`` for the target, or for a copy of the target with the output head that the
-    options name.
-    """
-    directory, target = _draft_directory(options, name, what), options.target
-    if options.output_head is not None or options.vocabulary is not None:
-        target = with_output_head(target, backend=options.backend, format=options.output_head, vocabulary=options.vocabulary)
     return load(
-        directory,
-        target=target,
+        _draft_directory(options, name, what),
+        target=options.target,
         backend=options.backend,
         dtype=options.dtype,
         progress=options.progress,
         quantized=options.quantized,
+        rounding=options.weights,
     )
+
+
+def _use_output_copy(heads: Sequence[BaseDraftHead], options: DraftOptions) -> None:
+    """Let ``heads`` sample with one copy of the target's output head, with the format and vocabulary of the options.
+
+    Raises :class:`ConfigError` for a vocabulary if a head has another output head of its own.
+    """
+    if any(head.has_own_output_head for head in heads):
+        if options.vocabulary is not None:
+            raise ConfigError(
+                "draft_vocabulary draws drafts with a copy of the target's output head, and "
+                f"{options.directory} has another one of its own (lm_head.weight); leave it out"
+            )
+        return
+    rounds = options.weights is not None and isinstance(options.target, Decoder)
+    if rounds or options.vocabulary is not None:
+        output = with_output_head(
+            options.target, backend=options.backend, format=options.weights, vocabulary=options.vocabulary
+        )
+        for head in heads:
+            head.output = output
 
 
 def _tree_shape(options: DraftOptions) -> DynamicTree:
@@ -141,25 +155,14 @@ def _build_none(options: DraftOptions) -> Proposer:
 
 
 def _eagle_proposer(head: DraftHead, options: DraftOptions) -> Proposer:
+    _use_output_copy((head,), options)
     if options.topk == 1:
         return EagleProposer(head, draft_tokens=options.draft_tokens)
     return EagleTreeProposer(head, _tree_shape(options))
 
 
 def _build_eagle(options: DraftOptions) -> Proposer:
-    return _eagle_proposer(_share_output_head(_load_head(load_eagle, options, "eagle", "an EAGLE head"), options), options)
-
-
-def _share_output_head(head: _OwnHead, options: DraftOptions) -> _OwnHead:
-    """Return ``head``, with the target's output head instead of its own copy of that. Raises :class:`ConfigError` for options
-    that replace the target's output head, if ``head`` has another one.
-    """
-    if not head.share_output_head(options.target) and (options.output_head is not None or options.vocabulary is not None):
-        raise ConfigError(
-            "draft_output_head and draft_vocabulary draw drafts with a copy of the target's output head, and "
-            f"{options.directory} has another one of its own (lm_head.weight); leave them out"
-        )
-    return head
+    return _eagle_proposer(_load_head(load_eagle, options, "eagle", "an EAGLE head"), options)
 
 
 def _build_eagle3(options: DraftOptions) -> Proposer:
@@ -173,6 +176,7 @@ def _build_mtp(options: DraftOptions) -> Proposer:
 
 def _build_mimo_mtp(options: DraftOptions) -> Proposer:
     heads = _load_head(load_mtp, options, "mtp", "heads of multi-token prediction")
+    _use_output_copy(heads, options)
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
@@ -216,13 +220,15 @@ def _require_chain(options: DraftOptions, name: str) -> None:
 
 def _build_dflash(options: DraftOptions) -> Proposer:
     _require_chain(options, "dflash")
-    head = _share_output_head(_load_head(load_dflash, options, "dflash", "a DFlash head"), options)
+    head = _load_head(load_dflash, options, "dflash", "a DFlash head")
+    _use_output_copy((head,), options)
     return BlockProposer(head, draft_tokens=options.draft_tokens)
 
 
 def _build_peagle(options: DraftOptions) -> Proposer:
     _require_chain(options, "peagle")
     head = _load_head(load_peagle, options, "peagle", "a P-EAGLE head")
+    _use_output_copy((head,), options)
     return PEagleProposer(head, draft_tokens=options.draft_tokens)
 
 

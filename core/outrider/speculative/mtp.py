@@ -49,8 +49,8 @@ class MtpProposer(CachedProposer):
             raise ConfigError(
                 f"multi-token prediction by {count} heads with {branches} tokens each is impossible; both must be at least 1"
             )
-        if branches > heads[0].target.output_size:
-            raise too_many_branches(branches, heads[0].target.output_size)
+        if branches > heads[0].draft_vocab_size:
+            raise too_many_branches(branches, heads[0].draft_vocab_size)
         self._heads = tuple(heads[:count])
         self._branches = branches
         self._parents = torch.empty(0, dtype=torch.int64)
@@ -82,7 +82,8 @@ class MtpProposer(CachedProposer):
         """The relayed tensors, as the class docstring lists them: drafts, distributions, hidden states and positions to
         recompute.
         """
-        heads, target = len(self._heads), self._heads[0].target
+        heads, first = len(self._heads), self._heads[0]
+        target = first.target
         specs = [
             RelaySpec("tokens", (heads, self._branches), torch.int64),
             RelaySpec("hidden", (heads, target.config.hidden_size), target.dtype),
@@ -91,7 +92,7 @@ class MtpProposer(CachedProposer):
         if self._heads[0].config.rope.sections and heads > 1:
             specs.append(RelaySpec("rope_positions", (heads - 1, 3), torch.int64, bounds=(0, 1 << 62)))
         if not self.is_tree:
-            specs.append(RelaySpec("probs", (heads, target.output_size), torch.float32))
+            specs.append(RelaySpec("probs", (heads, first.draft_vocab_size), torch.float32))
         return tuple(specs)
 
     @property
@@ -119,10 +120,11 @@ class MtpProposer(CachedProposer):
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Return the drafts that draft-extend has computed and relayed, without a pass."""
-        tokens, target = inputs.relay["tokens"].flatten(1), self._heads[0].target
+        tokens, head = inputs.relay["tokens"].flatten(1), self._heads[0]
         if not self.is_tree:
             probs = inputs.relay["probs"]
-            return Draft(tokens, over_target(probs, target.output_ids, target.config.vocab_size) if inputs.sampling else None)
+            vocab_size = head.target.config.vocab_size
+            return Draft(tokens, over_target(probs, head.target_ids, vocab_size) if inputs.sampling else None)
         parents = self._parents.expand(tokens.shape[0], -1)
         return Draft(tokens, None, Tree.from_parents(parents, depth=len(self._heads)))
 
@@ -174,7 +176,7 @@ class MtpProposer(CachedProposer):
                 token, distribution = sample_draft(head.kernels, logits, inputs, inputs.next_positions + extra)
                 sampled = token.unsqueeze(1)
                 probs.append(distribution)
-            drafts.append(target_tokens(head.kernels, sampled, head.target.output_ids))
+            drafts.append(target_tokens(head.kernels, sampled, head.target_ids))
             text = text.scatter(1, (count + extra).unsqueeze(1), drafts[-1][:, :1])
             if extra + 1 < heads:  # relayed to the next call, at its start - (extra + 1)
                 states.append(_gather_rows(hidden, (end - extra - 1).unsqueeze(1)).squeeze(1))

@@ -42,6 +42,12 @@ INSIDE_MODEL = frozenset({"mtp"})
 USES_TARGET_HEAD = frozenset({"eagle", "dflash", "mtp"})
 """Names of proposers that sample drafts with the target's output head."""
 
+DRAFT_HEADS = USES_TARGET_HEAD | {"eagle3", "peagle"}
+"""Names of proposers with a draft head, whose weights may be rounded when they are loaded."""
+
+STORED = "stored"
+"""Value of the setting ``draft_weights`` that keeps a draft's weights as its checkpoint has them."""
+
 SUFFIX_PREFIX = "suffix+"
 """Prefix of a proposer's name: suffix decoding drafts first, and the named proposer drafts where it matches too little."""
 

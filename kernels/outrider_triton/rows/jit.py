@@ -68,6 +68,24 @@ def add_row(
     return updated
 
 
+@triton.jit
+def add_gated(value, part, x, weight, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Add row r of ``part`` [rows, size], times the sigmoid of the product of row r of ``x`` [rows, size] and ``weight``
+    [size], to row r of ``value`` [rows, size], with the rounding of the reference; one program per row.
+    """
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    factors = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)  # a weight, so its load may precede the wait
+    begin(PDL)
+    kind: tl.constexpr = value.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64) * size + lane
+    gate = tl.sum(tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factors, axis=0).to(kind).to(tl.float32)
+    share = (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    added = (tl.load(part + at, mask=inside, other=0.0).to(tl.float32) * share).to(kind).to(tl.float32)
+    total = tl.load(value + at, mask=inside, other=0.0).to(tl.float32) + added
+    tl.store(value + at, total.to(kind), mask=inside)
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def add_rms_norm(
     x,

@@ -118,6 +118,21 @@ def _add_parts(
 define("add_rms_norm.triton", _add_parts, writes=("residual",))
 
 
+def _add_gated(value: Tensor, part: Tensor, x: Tensor, weight: Tensor, pdl: bool) -> None:
+    """Add ``part`` [T, H], times the sigmoid of the product of ``x`` [T, H] and ``weight`` [1, H], to ``value`` [T, H]."""
+    expect(
+        value.shape == part.shape == x.shape and weight.shape == (1, x.shape[1]) and value.is_contiguous(),
+        lambda: (
+            f"adding {tuple(part.shape)} with a gate of {tuple(weight.shape)} to {tuple(value.shape)}; expected equal rows"
+        ),
+    )
+    rows, size = x.shape
+    launch(jit.add_gated, (rows,), value, part.contiguous(), x.contiguous(), weight, size, BLOCK=power_of_two(size), pdl=pdl)
+
+
+define("add_gated.triton", _add_gated, writes=("value",))
+
+
 def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     size = gate_up.shape[-1] // 2
     out, grains = allocate_rows(gate_up, (*gate_up.shape[:-1], size), planes)

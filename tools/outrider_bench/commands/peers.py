@@ -151,9 +151,8 @@ class PeerWorkOptions(RandomWeightOptions):
         if self.quantize is not None:
             self._check_quantized(engines)
         own = {
-            "--draft-output-head": self.draft_output_head,
+            "--draft-weights": self.draft_weights,
             "--draft-vocabulary": self.draft_vocabulary,
-            "--draft-quantize": self.draft_quantize,
         }
         given = [option for option, value in own.items() if value is not None]
         if "mtp" in proposers:
@@ -219,9 +218,8 @@ class PeerWorkOptions(RandomWeightOptions):
             keep=None if self.keep is None else str(self.keep.absolute()),
             quantize=self.quantize,
             quantize_head=self.lm_head,
-            draft_output_head=self.draft_output_head,
+            draft_weights=self.draft_weights,
             draft_vocabulary=self.draft_vocabulary,
-            draft_quantize=self.draft_quantize,
         )
         tokens, whose = work.longest
         room = min(self.max_context or work.shape_context, work.shape_context)

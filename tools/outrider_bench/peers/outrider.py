@@ -73,9 +73,8 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
         accept_length=work.accept_length if drafts else None,
         quantize=work.quantize,
         quantize_head=work.quantize_head,
-        draft_output_head=work.draft_output_head if drafts else None,
+        draft_weights=work.draft_weights if drafts else None,
         draft_vocabulary=work.draft_vocabulary if drafts else None,
-        draft_quantize=work.draft_quantize if drafts else None,
     )
     found: list[PreparedKernels] = []
     engine = model.load_engine(
@@ -91,12 +90,9 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
     config = engine.config
     launch = f"{config.mode}, {'overlapped' if config.overlap else 'not overlapped'}, chunk {config.prefill_chunk}"
     settings = f"{launch}, {engine.model.kernels.name}, {found[0]}"
-    if model.draft_output_head is not None:
-        settings += f", draft output head in {model.draft_output_head}"
     if model.draft_vocabulary is not None:
         settings += f", draft tokens out of {model.draft_vocabulary}"
-    if model.draft_quantize is not None:
-        settings += f", the draft's layers in {model.draft_quantize}"
+    settings += "".join(f", the draft's weights in {each.value}" for each in engine.chosen if each.name == "draft_weights")
     result = found[0].result
     yield OutriderPeer(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
 

@@ -63,12 +63,10 @@ class PeerWork:
     """Format of the layers' quantized weights, also of the draft's; None: unquantized."""
     quantize_head: bool = False
     """True if the output head also has the format of ``quantize``."""
-    draft_output_head: str | None = None
-    """Format of the copy of the output head that this project's draft samples with."""
+    draft_weights: str | None = None
+    """Format of the weights that this project's draft reads, as ``--draft-weights`` names it; None: the engine chooses."""
     draft_vocabulary: str | None = None
     """Tokens that this project's draft samples from, in the form of ``--draft-vocabulary``; None: all."""
-    draft_quantize: str | None = None
-    """Format of the quantized layers of this project's draft alone; None: that of ``quantize``."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PeerWork:

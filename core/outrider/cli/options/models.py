@@ -31,7 +31,7 @@ from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.scopes import uncollected
 from outrider.errors import CheckpointError
 from outrider.registry import Registry
-from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, PROPOSERS_GROUP, SUFFIX_PREFIX
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, PROPOSERS_GROUP, STORED, SUFFIX_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,13 +114,13 @@ DraftTokensOption = Annotated[
         help="Number of tokens that a draft chain has, or the longest path of a draft tree.",
     ),
 ]
-DraftOutputHeadOption = Annotated[
+DraftWeightsOption = Annotated[
     str | None,
     option(
-        "--draft-output-head",
-        value=one_of(*WEIGHT_FORMATS),
-        help="Select drafts with a quantised copy of the target's output head: drafts take less time, tokens are the same, "
-        "and slightly fewer drafts may be accepted. Default: the head itself.",
+        "--draft-weights",
+        value=one_of(STORED, *WEIGHT_FORMATS),
+        help="Format of the draft head's weights and of the output head that drafts are sampled with. Drafts take less time, "
+        "and tokens are the same. Default: chosen by the engine; stored: as in the checkpoint.",
     ),
 ]
 DraftVocabularyOption = Annotated[
@@ -205,7 +205,7 @@ class Speculation:
     through_transformers: bool = False
     trust_remote_code: bool = False
     quantized: str = "kernels"
-    draft_output_head: str | None = None
+    draft_weights: str | None = None
     draft_vocabulary: Path | int | None = None
 
     @classmethod
@@ -253,7 +253,7 @@ class Speculation:
 
     def without(self) -> Speculation:
         """Return these options with the proposer ``none`` and no draft: the same model without speculation."""
-        return replace(self, kind="none", draft_topk=1, draft_output_head=None, draft_vocabulary=None)
+        return replace(self, kind="none", draft_topk=1, draft_weights=None, draft_vocabulary=None)
 
 
 def has_mtp_heads(model: Path) -> bool:
@@ -337,7 +337,7 @@ def load(
     from outrider.model.config.checkpoint_config import read_model_config
 
     # The engine checks names that the user gave as strings.
-    names: dict[str, Any] = {"quantized": speculation.quantized, "draft_output_head": speculation.draft_output_head}
+    names: dict[str, Any] = {"quantized": speculation.quantized, "draft_weights": speculation.draft_weights}
     registry = Registry(probe=plugin_probe())
     if joined is None:
         device, ranks, leads = registry.create(registry.select(backend, backend_from_environment())), None, True

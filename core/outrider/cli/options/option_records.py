@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from outrider.cli.options.models import (
     DraftOption,
-    DraftOutputHeadOption,
     DraftTokensOption,
     DraftTopkOption,
     DraftVocabularyOption,
+    DraftWeightsOption,
     DtypeOption,
     ExactOption,
     KvDtypeOption,
@@ -114,7 +114,7 @@ class ServerOptions(ModelOptions):
     kv_memory: KvMemoryOption = None
     page_size: PageSizeOption = None
     max_requests: MaxRequestsOption = None
-    draft_output_head: DraftOutputHeadOption = None
+    draft_weights: DraftWeightsOption = None
     draft_vocabulary: DraftVocabularyOption = None
 
     def settings(self) -> dict[str, Any]:

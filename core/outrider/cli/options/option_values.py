@@ -30,8 +30,8 @@ GENERAL = "General"
 _HEADINGS: Mapping[str, str] = MappingProxyType(
     {
         "Sampling": "--temperature --top-k --top-p --stop --guide",
-        "Speculation": "--draft --draft-tokens --draft-topk --draft-length --draft-layers --draft-output-head "
-        "--draft-vocabulary --draft-quantize --accept-length",
+        "Speculation": "--draft --draft-tokens --draft-topk --draft-length --draft-layers --draft-weights "
+        "--draft-vocabulary --accept-length",
         "Engine": "--dtype --kv-dtype --kv-memory --page-size --max-context --max-requests --prefill-chunk --mode --graphs "
         "--overlap --exact --quantize --quantized --through-transformers --trust-remote-code",
         "Server": "--served-model-name --api-key-file --allow-origin --chat-template --tool-format --reasoning-format "

@@ -15,7 +15,7 @@ from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, Eng
 from outrider.engine.ranks.ranks import Ranks, part_of_model
 from outrider.engine.setup.checks import check_type, predict_memory
 from outrider.engine.setup.facts import collect_facts
-from outrider.engine.setup.resolve import choose_dtype, resolve
+from outrider.engine.setup.resolve import choose_draft_weights, choose_dtype, draft_weights_choice, resolve
 from outrider.model import (
     Decoder,
     DecoderPlan,
@@ -37,8 +37,8 @@ from outrider.model import (
 )
 from outrider.model.quantization import read_quantization
 from outrider.registry.engine_plugins import plugin_builders
-from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
-from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
+from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_draft_settings
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFT_HEADS, DRAFTLESS, INSIDE_MODEL, STORED, SUFFIX_PREFIX
 from outrider.speculative.proposer import Proposer
 
 
@@ -54,7 +54,7 @@ class LoadingArguments:
     through_transformers: bool = False
     trust_remote_code: bool = False
     quantized: str = "kernels"
-    draft_output_head: str | None = None
+    draft_weights: str | None = None
     draft_vocabulary: Path | int | None = None
 
     def __post_init__(self) -> None:
@@ -62,6 +62,7 @@ class LoadingArguments:
         check_type("speculate", self.speculate, str)
         check_type("config", self.config, EngineConfig, type(None))
         check_type("quantized", self.quantized, str)
+        check_type("draft_weights", self.draft_weights, str, type(None))
         check_type("draft_vocabulary", self.draft_vocabulary, str, Path, int, type(None))
         if self.trust_remote_code and not self.through_transformers:
             raise ConfigError(
@@ -113,7 +114,8 @@ def load_checkpoint(
     builders = dict(builders or {})
     # plugin_builders raises for an unknown name, before any weights are loaded.
     builders |= plugin_builders(speculate, other_builders=builders)
-    check_output_head(speculate, loading.draft_output_head, loading.draft_vocabulary)
+    asked = None if loading.draft_weights == STORED else loading.draft_weights
+    check_draft_settings(speculate, backend, asked, loading.draft_vocabulary)
     vocabulary = None if loading.draft_vocabulary is None else DraftVocabulary.load(loading.draft_vocabulary)
     mode = QuantizedMode.from_name(loading.quantized)
     tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
@@ -135,6 +137,9 @@ def load_checkpoint(
         plan = _plan_native(directory, backend, dtype, config, ranks, mode)
         predict_memory(plan, backend, config, None if speculate in builders else draft_dir)
         model = plan.load(progress)
+    head = None if speculate in builders else speculate.removeprefix(SUFFIX_PREFIX)
+    if loading.draft_weights is None and head in DRAFT_HEADS:
+        asked = choose_draft_weights(backend.capabilities, model.kernels, dtype)
     options = DraftOptions(
         target=model,
         backend=backend,
@@ -144,12 +149,12 @@ def load_checkpoint(
         topk=config.draft_topk,
         progress=progress,
         quantized=mode,
-        output_head=loading.draft_output_head,
+        weights=asked,
         vocabulary=vocabulary,
     )
     proposer = build_proposer(speculate, options, builders=builders)
     chosen += (*_quantized_choices(model, mode, directory), *_recurrent_choices(model))
-    chosen += _draft_head_choices(model, loading.draft_output_head, vocabulary)
+    chosen += _draft_head_choices(model, loading.draft_weights, asked, vocabulary)
     vision = None
     if model.config.vision is not None and has_vision_tower(directory):  # some copies hold the text model alone
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
@@ -209,13 +214,16 @@ def _plan_native(
 
 
 def _draft_head_choices(
-    model: LanguageModel, output_head: str | None, vocabulary: DraftVocabulary | None
+    model: LanguageModel, asked: str | None, weights: str | None, vocabulary: DraftVocabulary | None
 ) -> tuple[Choice, ...]:
-    """Return the user's choices of the output head that proposers use, for :attr:`Engine.chosen`."""
+    """Return the format ``weights`` of the draft's weights and the vocabulary of drafts, for :attr:`Engine.chosen`.
+
+    ``asked``: the format that the user gave, or None.
+    """
     made: tuple[Choice, ...] = ()
-    if output_head is not None:
-        why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"
-        made += (Choice("draft_output_head", output_head, why),)
+    named = asked or weights
+    if named is not None:
+        made += (draft_weights_choice(named, asked=asked is not None),)
     if vocabulary is not None:
         why = f"as asked: drafts are drawn from {vocabulary.origin}; what is verified has all {model.config.vocab_size}"
         made += (Choice("draft_vocabulary", vocabulary.ids.numel(), why),)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.device import CACHE_FORMATS, Capabilities, ConfigError, OutOfDeviceMemory, StepMode
+from outrider.device import CACHE_FORMATS, Capabilities, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig, state_rows
 from outrider.engine.setup.facts import CacheMemory, DeviceModelFacts
 
@@ -54,6 +54,29 @@ _WIDER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = MappingProxyType(
 """For each dtype, the dtypes that represent all its values, the nearest first."""
 _OTHERS = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+_DRAFT_FORMATS = ("fp8", "int8")
+"""Formats that the engine chooses for a draft's weights, the preferred one first."""
+_DRAFT_DTYPE_BYTES = 2
+"""Bytes of an element of the weights that are rounded to these formats."""
+
+
+def choose_draft_weights(capabilities: Capabilities, kernels: KernelSet, dtype: torch.dtype) -> str | None:
+    """Return the format to which the engine rounds the weights of a draft head; None if they stay as stored.
+
+    Weights of 16 bits are rounded to 8 bits if the device's own kernels multiply these. Drafts then read half the bytes, and
+    the output stays the same, since the target's own weights verify the drafts.
+    """
+    if dtype.itemsize != _DRAFT_DTYPE_BYTES or not kernels.is_native("linear_quantized"):
+        return None
+    return next((each for each in _DRAFT_FORMATS if each in capabilities.quantized_formats), None)
+
+
+def draft_weights_choice(format: str, *, asked: bool) -> Choice:
+    """Return the choice of a draft's weights for :attr:`Engine.chosen`. ``asked``: True if the user gave the format."""
+    why = "as asked" if asked else "the device's kernels multiply it, and a draft reads half the bytes"
+    return Choice("draft_weights", format, f"{why}; verification uses the target's own weights")
 
 
 def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> Choice:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from outrider.device import ResidualStream
 from outrider.device.kernels.weights import Weight, linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import KVCache
-from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.layer import create_layer
@@ -24,7 +22,7 @@ class BaseDraftHead:
     context.
 
     ``head`` is the head's own output head, over tokens ``ids`` int64 [Vd] of the target or over the vocabulary; None means
-    the target's output head. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads.
+    that of :attr:`output`. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads.
     ``reads_hidden`` is true if the head reads the target's final hidden states.
     """
 
@@ -42,6 +40,8 @@ class BaseDraftHead:
     ) -> None:
         self.config = config
         self.target = target
+        self.output: LanguageModel = target
+        """The model whose output head drafts are sampled with: the target, or a copy of the target with a smaller head."""
         self.kernels = target.kernels
         self._head, self._ids = head, ids
         self._layers = tuple(
@@ -57,13 +57,18 @@ class BaseDraftHead:
     def draft_vocab_size(self) -> int:
         """Vd, the number of tokens that the output head covers."""
         if self._head is None:
-            return self.target.output_size
+            return self.output.output_size
         return self.config.vocab_size if self._ids is None else self._ids.shape[0]
 
     @property
     def target_ids(self) -> Tensor | None:
         """Target token of each draft token, int64 [Vd]; None if both vocabularies are the same."""
-        return self.target.output_ids if self._head is None else self._ids
+        return self.output.output_ids if self._head is None else self._ids
+
+    @property
+    def has_own_output_head(self) -> bool:
+        """True if the draft's checkpoint has an output head that isn't the target's."""
+        return self._head is not None
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Return the states that the head reads: by default the target's final hidden states [T, H]."""
@@ -74,7 +79,7 @@ class BaseDraftHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, Vd] of the draft vocabulary for hidden states ``hidden`` [N, H]."""
         if self._head is None:
-            return self.target.logits(hidden)
+            return self.output.logits(hidden)
         return self.target.gather_logits(linear(self.kernels, hidden, self._head), self.draft_vocab_size)
 
     def _forward_layers(
@@ -86,12 +91,3 @@ class BaseDraftHead:
         for layer, pages in zip(self._layers, cache.layers, strict=True):
             x = layer.forward(x, inputs if layer is self._layers[-1] else whole, cos_sin, pages)
         return x
-
-    def share_output_head(self, target: LanguageModel) -> bool:
-        """Use the target's output head if the head's own one is a copy of ``target``'s. Return False if it differs."""
-        if self._head is None:
-            return True
-        own, other = self._head, target.weights.head if isinstance(target, Decoder) else None
-        if self._ids is None and isinstance(own, Tensor) and isinstance(other, Tensor) and torch.equal(own, other):
-            self._head = None
-        return self._head is None

@@ -1,11 +1,11 @@
-"""The output head that drafts are sampled with: the target's own head, a quantized copy of it, or some of its rows.
+"""Smaller weights for drafting: rounded products of a draft head, and an output head in fewer bits or with fewer rows.
 
 :func:`with_vocabulary_size` adjusts a draft model's vocabulary to the target's.
 
-Verification always uses the target's own head, so the generated tokens don't change; only the acceptance rate does. Each
-draft token reads the whole head. For an 8B model, a draft of three tokens reads as many head bytes as seven layers have. An
-8-bit copy halves these bytes. Nearly all text uses a quarter of a vocabulary of 128,000 tokens, and a head with only the rows
-of that quarter has a quarter of the bytes (Zhao et al. 2025, FR-Spec, arXiv 2502.14856).
+Verification always uses the target's own weights, so the generated tokens don't change; only the acceptance rate does. Each
+draft token reads the draft's layers and the whole output head. For an 8B model, a draft of three tokens reads as many head
+bytes as seven layers have. Weights in 8 bits halve these bytes. Nearly all text uses a quarter of a vocabulary of 128,000
+tokens, and a head with only the rows of that quarter has a quarter of the bytes (Zhao et al. 2025, FR-Spec, 2502.14856).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,9 +32,11 @@ from outrider.model.layers.ranks import Shard
 from outrider.model.media.tokenizer import Tokenizer, has_tokenizer
 from outrider.model.quantization.layouts import map_scales
 
-OutputFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32"]
-OUTPUT_FORMATS = tuple(WEIGHT_FORMATS)
-"""Quantized formats of the copied head."""
+DraftFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32"]
+DRAFT_FORMATS = tuple(WEIGHT_FORMATS)
+"""Formats to which a draft's weights are rounded."""
+_PRODUCTS = frozenset({"qkv", "output", "gate_up", "down", "fusion", "projection", "head"})
+"""Last parts of the names of a head's weights that are multiplied with activations."""
 _FILE_SUFFIXES = (".json", ".pt")
 _EXPECTED_FILE = "expected a list of numbers in JSON, or one that torch saved, without code of its own"
 _MAX_TOKENS = 1 << 24
@@ -111,25 +113,22 @@ def with_output_head(
 ) -> Decoder:
     """Return a decoder for drafting that shares everything with ``target`` except for the output head.
 
-    The new head has the rows of ``vocabulary``, or all rows, in ``format`` (one of OUTPUT_FORMATS) or unchanged. All
+    The new head has the rows of ``vocabulary``, or all rows, in ``format`` (one of DRAFT_FORMATS) or unchanged; a quantized
+    head stays in its own format. All
     tensor-parallel ranks hold the same number of rows: a rank with fewer tokens of ``vocabulary`` adds other tokens of its
     own slice, which drafts may then use too.
 
     Raises :class:`ConfigError` for a target whose head is unknown or cannot be copied this way, and :class:`CapabilityError`
     if the backend has no kernels for ``format``.
     """
-    setting = f"draft_output_head is {format}" if format is not None else "draft_vocabulary is given"
     if not isinstance(target, Decoder):
         raise ConfigError(
-            f"{setting}, and the target runs by transformers' own code, whose output head stays as it is; leave one of "
-            "them out"
+            "draft_vocabulary is given, and the target runs by transformers' own code, whose output head stays as it is; "
+            "leave one of them out"
         )
+    if format is not None:
+        check_draft_format(format, backend)
     head, ids = target.weights.head, None
-    if format is not None and not isinstance(head, Tensor):
-        raise ConfigError(f"{setting}, and the target's output head is {label(head)} already; leave draft_output_head out")
-    if format is not None and weight_format(format).elements.name not in backend.capabilities.quantized_formats:
-        has = ", ".join(sorted(backend.capabilities.quantized_formats)) or "none"
-        raise CapabilityError(f"{setting}, and {backend.label} has no kernels for that (it declares {has}); leave it out")
     if vocabulary is not None:
         vocabulary.check(target.config.vocab_size)
     with loading_stream(backend, target.dtype):
@@ -137,9 +136,39 @@ def with_output_head(
             rows, ids, width = _rows_of_rank(vocabulary.ids, target.shards.vocabulary, target.config.vocab_size)
             head, ids = _select_rows(head, rows.to(target.device), width), ids.to(target.device)
         if format is not None:
-            assert isinstance(head, Tensor)  # checked above
-            head = weight_format(format).fitted(head.shape[1]).quantize(head)
+            head = _rounded(head, format)
         return target.with_head(head, ids)
+
+
+def check_draft_format(format: str, backend: Backend) -> None:
+    """Raise :class:`ConfigError` for an unknown format of a draft's weights, and :class:`CapabilityError` if the backend has
+    no kernels for the format.
+    """
+    if format not in DRAFT_FORMATS:
+        raise ConfigError(
+            f"draft_weights is {shown(format)}; expected one of {', '.join(DRAFT_FORMATS)}, 'stored', or None for the "
+            "engine's choice"
+        )
+    if weight_format(format).elements.name not in backend.capabilities.quantized_formats:
+        has = ", ".join(sorted(backend.capabilities.quantized_formats)) or "none"
+        raise CapabilityError(
+            f"draft_weights is {format}, and {backend.label} has no kernels for that (it declares {has}); leave it out"
+        )
+
+
+def round_products(weights: dict[str, Any], format: str) -> None:
+    """Round the unquantized matrices of a head's ``weights`` that multiply activations to ``format``, in place.
+
+    Experts of a mixture stay unquantized, since a drafted token reads few of them.
+    """
+    for name, weight in weights.items():
+        if name.rpartition(".")[2] in _PRODUCTS and len(weight.shape) == 2:
+            weights[name] = _rounded(weight, format)
+
+
+def _rounded(weight: Weight, format: str) -> Weight:
+    """Return ``weight`` in ``format``; a weight that is quantised already stays unchanged."""
+    return weight_format(format).fitted(weight.shape[1]).quantize(weight) if isinstance(weight, Tensor) else weight
 
 
 def _rows_of_rank(ids: Tensor, shard: Shard, vocabulary: int) -> tuple[Tensor, Tensor, int]:

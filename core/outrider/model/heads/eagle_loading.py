@@ -232,7 +232,9 @@ def _rows_of_target(checkpoint: HeadCheckpoint, ids: Tensor) -> tuple[Weight, Te
             "target that runs by transformers' own code doesn't give; run the target natively"
         )
     vocabulary = DraftVocabulary(ids=ids.sort().values, origin=f"'d2t' of {origin}")
-    drafting = with_output_head(checkpoint.target, backend=checkpoint.backend, vocabulary=vocabulary)
+    drafting = with_output_head(
+        checkpoint.target, backend=checkpoint.backend, format=checkpoint.rounding, vocabulary=vocabulary
+    )
     return drafting.weights.head, drafting.output_ids
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.device import Backend
+from outrider.device import Backend, Weight
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import MTP_PREFIXES, SINGLE_RANK, mtp_format
@@ -23,6 +23,8 @@ from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.rope import RopeConfig
+from outrider.model.heads.draft_output import round_products
+from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
@@ -47,6 +49,8 @@ class HeadCheckpoint:
     progress: Progress | None
     quantization: Quantization | None
     """How the weights are quantized, or None."""
+    rounding: str | None
+    """Format of DRAFT_FORMATS to which the head's unquantized products are rounded when they are loaded, or None."""
 
     @property
     def file(self) -> Path:
@@ -174,6 +178,8 @@ class HeadCheckpoint:
     ) -> Generator[tuple[ModelConfig, dict[str, Any]]]:
         """Load this rank's part of the weights ``targets_of`` of a head with ``config``. Yield the config of this part and
         the weights by name, in the scope of the loading stream.
+
+        An output head equal to the target's is left out, so that the draft shares the target's. Other products are rounded.
         """
         local = self.target.shards.local(config, str(self.directory))
         with loading_stream(self.backend, self.dtype) as stream:
@@ -186,7 +192,15 @@ class HeadCheckpoint:
                 progress=self.progress,
                 quantization=self.quantization,
             )
+            if "d2t" not in self.files.tensors and self._is_target_head(weights.get("head")):
+                del weights["head"]
+            if self.rounding is not None:
+                round_products(weights, self.rounding)
             yield local, weights
+
+    def _is_target_head(self, head: Weight | None) -> bool:
+        other = self.target.weights.head if isinstance(self.target, Decoder) else None
+        return isinstance(head, Tensor) and isinstance(other, Tensor) and torch.equal(head, other)
 
 
 class HeadLoader(Protocol[_HeadT]):
@@ -201,6 +215,7 @@ class HeadLoader(Protocol[_HeadT]):
         dtype: torch.dtype,
         progress: Progress | None = None,
         quantized: QuantizedMode = QuantizedMode.KERNELS,
+        rounding: str | None = None,
     ) -> _HeadT:
         """Load the head of ``directory`` for ``target``. Arguments and errors follow :func:`load_decoder`."""
 
@@ -216,11 +231,12 @@ def loads_head(load: Callable[[HeadCheckpoint], _HeadT]) -> HeadLoader[_HeadT]:
         dtype: torch.dtype,
         progress: Progress | None = None,
         quantized: QuantizedMode = QuantizedMode.KERNELS,
+        rounding: str | None = None,
     ) -> _HeadT:
         directory = Path(directory)
         files, raw = open_checkpoint(directory), read_json(directory / "config.json")
         quantization = read_quantization(directory, mode=quantized)
-        return load(HeadCheckpoint(directory, files, raw, target, backend, dtype, progress, quantization))
+        return load(HeadCheckpoint(directory, files, raw, target, backend, dtype, progress, quantization, rounding))
 
     open_and_load.__name__, open_and_load.__doc__ = load.__name__, load.__doc__
     return open_and_load
