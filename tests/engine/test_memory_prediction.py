@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from model.hybrid_checkpoints import MtpOracle, random_model, save
-from outrider import Engine
-from outrider.device import OutOfDeviceMemory
+from outrider import Engine, SamplingParams
+from outrider.device import KernelSet, OutOfDeviceMemory
 from outrider.engine.config import EngineConfig
-from outrider.engine.setup import facts
+from outrider.engine.setup import facts as setup_facts
 from outrider.engine.setup.checks import predict_memory
 from outrider.engine.setup.facts import CacheMemory, collect_facts
 from outrider.model import DecoderPlan, ModelRanks, Shard, Shards, plan_decoder
@@ -63,6 +63,23 @@ def test_the_work_of_a_prompt_counts_recurrent_layers(hybrid):
     assert more.prompt_token_bytes > less.prompt_token_bytes
 
 
+def test_the_work_of_a_request_counts_what_verification_keeps_of_recurrent_layers(hybrid, monkeypatch):
+    kept, commit = [], KernelSet.commit_recurrent
+
+    def count(self, tensors, *operands):
+        kept.append(size(tensors))
+        commit(self, tensors, *operands)
+
+    monkeypatch.setattr(KernelSet, "commit_recurrent", count)
+    engine = Engine.from_checkpoint(hybrid, tiny.BACKEND, speculate="ngram", config=replace(CONFIG, draft_tokens=3))
+    engine.generate([[5, 6, 7, 5, 6, 7]], SamplingParams(max_tokens=4))
+    recurrent = engine.model.config.recurrent
+    assert sum(kept[: len(recurrent.layers)]) == 4 * recurrent.window_bytes(engine.model.dtype) > 0
+    without = collect_facts(tiny.BACKEND, engine.model, NonSpeculativeProposer()).request_bytes
+    facts = collect_facts(tiny.BACKEND, engine.model, engine.proposer)
+    assert facts.request_bytes - without == 4 * recurrent.window_bytes(engine.model.dtype)
+
+
 @pytest.mark.parametrize("divides", [False, True], ids=["slices", "divided"])
 def test_a_rank_counts_its_part_of_the_experts_of_a_head(tmp_path, divides):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
@@ -88,7 +105,7 @@ def test_too_little_memory_is_an_error_before_loading(hybrid, free, config, mess
     """``free``: as a multiple of the weights."""
     weights = plan_decoder(hybrid, backend=tiny.BACKEND, dtype=torch.float32).weight_bytes
     memory = CacheMemory(1 << 40, int(free * weights))
-    monkeypatch.setattr(facts, "find_cache_memory", lambda backend: memory)
+    monkeypatch.setattr(setup_facts, "find_cache_memory", lambda backend: memory)
     monkeypatch.setattr(DecoderPlan, "load", lambda plan, progress: pytest.fail("it was loaded"))
     sizes = {"dtype": "float32", "prefill_chunk": 1, "max_requests": 1, "state_checkpoints": 0}
     with pytest.raises(OutOfDeviceMemory, match=message):

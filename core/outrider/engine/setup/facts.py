@@ -99,6 +99,9 @@ def collect_facts(
     inner = _INNER_ROWS * config.inner_width
     if config.recurrent is not None:
         inner = max(inner, config.recurrent.prompt_values)
+    window = 0
+    if config.recurrent is not None and proposer.depth:
+        window = (proposer.depth + 1) * config.recurrent.window_bytes(model.dtype)
     no_fused, no_graphs = _reasons_against_graphs(backend, model)
     captures = backend.capabilities.captures_graphs
     return DeviceModelFacts(
@@ -116,6 +119,7 @@ def collect_facts(
         # counts for penalties
         request_bytes=torch.int32.itemsize * config.vocab_size
         + (_GRAPHS_REQUEST_BYTES if captures else 0)
+        + window
         + sync.bytes_per_request,
         fixed_bytes=_GRAPHS_BYTES if captures else 0,
         memory=memory,

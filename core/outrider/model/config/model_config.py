@@ -152,6 +152,12 @@ class RecurrentConfig:
         wide = torch.promote_types(dtype, self.state_dtype)
         return len(self.layers) * (math.prod(inputs) * dtype.itemsize + math.prod(state) * wide.itemsize)
 
+    def window_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that verification keeps of one token in all layers, until the states of the accepted tokens are
+        written: inputs and results of the convolution, and the gates.
+        """
+        return len(self.layers) * 2 * (self.channels + self.value_heads) * dtype.itemsize
+
     def shard(self, ranks: int) -> RecurrentConfig:
         """Return the config of one of ``ranks`` tensor-parallel ranks, which holds key heads with their value heads.
 
