@@ -86,7 +86,7 @@ class BlockFunctions:
     def _write_tile(self, bits: int, rows: int) -> None:
         """Write the product of ``rows`` rows of x with one tile."""
         w = self._writer
-        vectors = TILE // w.lanes if rows == 1 else 2
+        vectors = TILE // w.lanes if rows < 3 else 2
         with w.function(f"tile{bits}x{rows}", 7) as (tile, x, sums, out, groups, out_stride, accumulate):
             zero = w.constant(w.vector, 0.0)
             for first in range(0, TILE // w.lanes, vectors):

@@ -301,7 +301,9 @@ def check_block(lab: Lab, shape: BatchShape, *, quantized: bool) -> None:
     def weight(rows: int) -> Weight:
         if quantized:
             return _ones(formats[0], rows, hidden, backend.device)
-        return torch.full((rows, hidden), 1 / hidden, dtype=dtype, device=backend.device)
+        # Not one number: a backend may find weights that are exact in a quantised format, and compute the block with these.
+        numbers = torch.linspace(0.5, 1.0, rows * hidden, dtype=dtype, device=backend.device)
+        return numbers.view(rows, hidden) / hidden
 
     def attention_calls() -> int:
         """Return how often the kernel set computed attention, alone and in attention blocks of its own."""
