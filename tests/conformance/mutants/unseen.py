@@ -184,6 +184,8 @@ def numerics() -> Iterator[Unseen]:
         ("routing takes the last of equals", "route", _last_of_equals, False),
         ("a zero row in a quantised product gives NaN", "linear_quantized", _zero_row, False),
         ("log-probabilities of -1e4 instead of -inf", "logprobs", _finite, False),
+        ("a norm of half dtypes is float32", "rms_norm", _widened, True),
+        ("samples are int32", "sample", _narrowed, False),
     ):
         yield Unseen(fault, CPU, 4, kernels({kernel: make}), (f"KernelSet.{kernel}",), (KERNELS,), f"[{kernel}", fast=fast)
 
@@ -251,6 +253,27 @@ def _finite(kernel):
         return values.clamp(min=-1e4), ids
 
     return logprobs
+
+
+def _widened(kernel):
+    def norm(**k):
+        made = kernel(**k)
+        if made.element_size() < 4:
+            reach()
+            made = made.float()
+        return made
+
+    return norm
+
+
+def _narrowed(kernel):
+    def sample(**k):
+        import torch
+
+        reach()
+        return kernel(**k).to(torch.int32)
+
+    return sample
 
 
 # -- what vendors ask ------------------------------------------------------------------------------------------------------

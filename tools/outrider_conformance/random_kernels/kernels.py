@@ -92,6 +92,17 @@ def judge_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> Non
     check_results(problem, {each: output.cpu() for each, output in outputs.items()})
 
 
+def judge_dtypes(lab: Lab, stream: Stream, problem: Problem) -> None:
+    """Run ``problem`` on ``stream``, and check that each result has the dtype of the reference's."""
+    right = problem.call(KernelSet(), {name: operand.tensor.clone() for name, operand in problem.operands.items()})
+    operands = lab.upload(stream, {name: operand.tensor for name, operand in problem.operands.items()})
+    with lab.backend.on(stream):
+        made = problem.call(lab.backend.kernels_in_use, operands)
+    stream.synchronize()
+    for name, result in right.items():
+        assert made[name].dtype is result.dtype, f"{name!r} has the dtype {made[name].dtype}, expected {result.dtype}"
+
+
 def _results(problem: Problem, kernels: KernelSet, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the results of the problem's call by name, and the operands that the call wrote."""
     made = problem.call(kernels, operands)
