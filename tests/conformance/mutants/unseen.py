@@ -188,6 +188,10 @@ def numerics() -> Iterator[Unseen]:
         ("samples are int32", "sample", _narrowed, False),
     ):
         yield Unseen(fault, CPU, 4, kernels({kernel: make}), (f"KernelSet.{kernel}",), (KERNELS,), f"[{kernel}", fast=fast)
+    operands = {"rms_norm": "x", "linear": "x", "silu_mul": "gate_up", "sigmoid_mul": "gate", "gated_rms_norm": "x"}
+    make = kernels({kernel: _one_scratch(operand) for kernel, operand in operands.items()})
+    promises = tuple(f"KernelSet.{kernel}" for kernel in (*operands, "attention_block", "mlp_block"))
+    yield Unseen("kernels have one scratch for all streams", THREADS, 4, make, promises, (KERNELS,), "beside")
 
 
 def _odd_groups(kernel):
@@ -274,6 +278,25 @@ def _narrowed(kernel):
         return kernel(**k).to(torch.int32)
 
     return sample
+
+
+def _one_scratch(operand):
+    def make(kernel):
+        scratch = {}
+
+        def call(**k):
+            import torch
+
+            given = k[operand]
+            kind = given.shape, given.dtype
+            own = scratch.setdefault(kind, torch.empty(given.shape, dtype=given.dtype))
+            reach()
+            own.copy_(given)
+            return kernel(**{**k, operand: own})
+
+        return call
+
+    return make
 
 
 # -- what vendors ask ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,15 @@ from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
 from outrider_conformance.promises import first_sentence, needs, promise
 from outrider_conformance.random_kernels.bounds import Number, compare
-from outrider_conformance.random_kernels.kernels import KERNELS, corners, judge, judge_dtypes, judge_in_graph, problem
+from outrider_conformance.random_kernels.kernels import (
+    KERNELS,
+    corners,
+    judge,
+    judge_beside,
+    judge_dtypes,
+    judge_in_graph,
+    problem,
+)
 from outrider_conformance.random_kernels.paged_batch import (
     CONTEXTS,
     SHAPES,
@@ -186,6 +194,16 @@ def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
     (stream,) = lab.streams("s")
     with refusals_left_out(lab.backend.capabilities), _check_of(drawn, "in a graph"):
         judge_in_graph(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), drawn.kernel)
+
+
+@needs("concurrent_streams")
+@promise("KernelSet", "*Placement.* Every method enqueues on the stream whose scope the caller opened")
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_beside_its_calls_on_another_stream(lab: Lab, drawn: KernelProblems) -> None:
+    """Calls on one stream are right while calls with other values run on another: no memory of a kernel serves both."""
+    _applies(lab, drawn, torch.float32)
+    with _check_of(drawn, "beside calls on another stream"):
+        judge_beside(lab, problem(drawn, smallest_shape(drawn.corners), torch.float32, lab.seed))
 
 
 @promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")
