@@ -186,6 +186,7 @@ def numerics() -> Iterator[Unseen]:
         ("log-probabilities of -1e4 instead of -inf", "logprobs", _finite, False),
         ("a norm of half dtypes is float32", "rms_norm", _widened, True),
         ("samples are int32", "sample", _narrowed, False),
+        ("a top-k above 200 limits nothing", "truncate_logits", _unlimited, False),
     ):
         yield Unseen(fault, CPU, 4, kernels({kernel: make}), (f"KernelSet.{kernel}",), (KERNELS,), f"[{kernel}", fast=fast)
     operands = {"rms_norm": "x", "linear": "x", "silu_mul": "gate_up", "sigmoid_mul": "gate", "gated_rms_norm": "x"}
@@ -278,6 +279,14 @@ def _narrowed(kernel):
         return kernel(**k).to(torch.int32)
 
     return sample
+
+
+def _unlimited(kernel):
+    def truncate(**k):
+        reach()
+        return kernel(**{**k, "top_k": k["top_k"].masked_fill(k["top_k"] > 200, 0)})
+
+    return truncate
 
 
 def _one_scratch(operand):
