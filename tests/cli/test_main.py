@@ -458,6 +458,12 @@ def test_no_figure_of_a_table_is_cut(command, outrider, count):
     assert "…" not in shown.out
 
 
+def test_a_variable_columns_of_zero_leaves_the_output(command, outrider, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    command(lambda: CommandReport(data={}, render=lambda console: console.print("the result")))
+    assert outrider("x").out == "the result\n"
+
+
 # -- terminals ----------------------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,7 @@ WRONG_CHATS = [
     ({**CHAT, "functions": [{}]}, "functions"),
     ({**CHAT, "modalities": ["audio"]}, "modalities"),
     ({**CHAT, "chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs"),
+    ({**CHAT, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NoReturn
@@ -407,11 +408,18 @@ def call_at_once(body: Callable[[int], None]) -> None:
         start.wait(_START_TIMEOUT_S)
         body(number)
 
+    with switching_threads_often():
+        failed = run_concurrently(*(partial(run, number) for number in range(THREADS)))
+    if failed:
+        raise failed[0]
+
+
+@contextmanager
+def switching_threads_often() -> Generator[None]:
+    """Let Python switch between its threads as often as possible inside the scope."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        failed = run_concurrently(*(partial(run, number) for number in range(THREADS)))
+        yield
     finally:
         sys.setswitchinterval(before)
-    if failed:
-        raise failed[0]

@@ -161,8 +161,15 @@ def numerics() -> Iterator[Unseen]:
         ("routing takes the last of equals", "route", _last_of_equals, False),
         ("a zero row in a quantised product gives NaN", "linear_quantized", _zero_row, False),
         ("log-probabilities of -1e4 instead of -inf", "logprobs", _finite, False),
+        ("a norm of half dtypes is float32", "rms_norm", _widened, True),
+        ("samples are int32", "sample", _narrowed, False),
+        ("a top-k above 200 limits nothing", "truncate_logits", _unlimited, False),
     ):
         yield Unseen(fault, CPU, 4, kernels({kernel: make}), (f"KernelSet.{kernel}",), (KERNELS,), f"[{kernel}", fast=fast)
+    operands = {"rms_norm": "x", "linear": "x", "silu_mul": "gate_up", "sigmoid_mul": "gate", "gated_rms_norm": "x"}
+    make = kernels({kernel: _one_scratch(operand) for kernel, operand in operands.items()})
+    promises = tuple(f"KernelSet.{kernel}" for kernel in (*operands, "attention_block", "mlp_block"))
+    yield Unseen("kernels have one scratch for all streams", THREADS, 4, make, promises, (KERNELS,), "beside")
 
 
 def _odd_groups(kernel):
@@ -228,6 +235,54 @@ def _finite(kernel):
         return values.clamp(min=-1e4), ids
 
     return logprobs
+
+
+def _widened(kernel):
+    def norm(**k):
+        made = kernel(**k)
+        if made.element_size() < 4:
+            reach()
+            made = made.float()
+        return made
+
+    return norm
+
+
+def _narrowed(kernel):
+    def sample(**k):
+        import torch
+
+        reach()
+        return kernel(**k).to(torch.int32)
+
+    return sample
+
+
+def _unlimited(kernel):
+    def truncate(**k):
+        reach()
+        return kernel(**{**k, "top_k": k["top_k"].masked_fill(k["top_k"] > 200, 0)})
+
+    return truncate
+
+
+def _one_scratch(operand):
+    def make(kernel):
+        scratch = {}
+
+        def call(**k):
+            import torch
+
+            given = k[operand]
+            kind = given.shape, given.dtype
+            own = scratch.setdefault(kind, torch.empty(given.shape, dtype=given.dtype))
+            reach()
+            own.copy_(given)
+            return kernel(**{**k, operand: own})
+
+        return call
+
+    return make
 
 
 # -- what vendors ask ------------------------------------------------------------------------------------------------------

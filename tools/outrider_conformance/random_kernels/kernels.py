@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import CaptureContext, KernelSet, Stream
-from outrider_conformance.lab import Lab
+from outrider_conformance.lab import Lab, switching_threads_often
 from outrider_conformance.random_kernels.attention import ATTENTION
 from outrider_conformance.random_kernels.blocks import BLOCKS
 from outrider_conformance.random_kernels.bookkeeping import BOOKKEEPING
@@ -36,6 +36,8 @@ from outrider_conformance.random_kernels.recurrent import RECURRENT
 from outrider_conformance.random_kernels.token_choices import CHOICES
 
 _HOST = torch.device("cpu")
+_PENDING_CALLS = 48
+"""Calls of a kernel on each of two streams; few of a call's operations meet those of a call on the other stream."""
 
 
 def judge(
@@ -92,6 +94,47 @@ def judge_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> Non
     check_results(problem, {each: output.cpu() for each, output in outputs.items()})
 
 
+def judge_dtypes(lab: Lab, stream: Stream, problem: Problem) -> None:
+    """Run ``problem`` on ``stream``, and check that each result has the dtype of the reference's."""
+    right = problem.call(KernelSet(), {name: operand.tensor.clone() for name, operand in problem.operands.items()})
+    operands = lab.upload(stream, {name: operand.tensor for name, operand in problem.operands.items()})
+    with lab.backend.on(stream):
+        made = problem.call(lab.backend.kernels_in_use, operands)
+    stream.synchronize()
+    for name, result in right.items():
+        assert made[name].dtype is result.dtype, f"{name!r} has the dtype {made[name].dtype}, expected {result.dtype}"
+
+
+def judge_beside(lab: Lab, problem: Problem) -> None:
+    """Run ``problem`` on one stream while another stream runs it with other values, and check the results of the first.
+
+    Both streams have many calls pending before the first one runs, so that the calls overlap.
+    """
+    a, b, gate = lab.streams("a", "b", "gate")
+    operands = lab.upload(a, {name: operand.tensor for name, operand in problem.operands.items()})
+    mirrored = {name: _halved(operand.tensor, (0, -1)) for name, operand in _disturbed(problem).items()}
+    others = lab.upload(b, mirrored)
+    made: list[dict[str, Tensor]] = []
+    flag = lab.backend.create_flag("all calls are pending") if lab.backend.capabilities.flags else None
+    for stream in (a, b):
+        lab.slow(stream) if flag is None else flag.wait(stream)
+    with switching_threads_often():
+        for _ in range(_PENDING_CALLS if lab.backend.control is None else 1):
+            for stream, given in ((a, operands), (b, others)):
+                with lab.backend.on(stream):
+                    own = {name: one.clone() if name in problem.changed else one for name, one in given.items()}
+                    results = _results(problem, lab.backend.kernels_in_use, own)
+                made += [results] if stream is a else []
+        if flag is not None:
+            flag.set(gate)
+        lab.backend.synchronize()
+    checked: dict[str, Tensor] = {}
+    for results in ({name: result.cpu() for name, result in each.items()} for each in made):
+        if not checked or any(not same_bits(checked[name], result) for name, result in results.items()):
+            check_results(problem, results)
+            checked = results
+
+
 def _results(problem: Problem, kernels: KernelSet, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the results of the problem's call by name, and the operands that the call wrote."""
     made = problem.call(kernels, operands)
@@ -114,15 +157,16 @@ def _disturbed(problem: Problem) -> dict[str, Operand]:
     """Return the problem's operands with other floating-point values of the same shapes. Integers are indices and stay
     unchanged.
     """
-    return {
-        name: Operand(_halved(one.tensor) if one.tensor.is_floating_point() else one.tensor, one.layout)
-        for name, one in problem.operands.items()
-    }
+    return {name: Operand(_halved(one.tensor, (0,)), one.layout) for name, one in problem.operands.items()}
 
 
-def _halved(x: Tensor) -> Tensor:
-    """Return a tensor with its rows in reversed order and all numbers halved, computed in float64."""
-    return (x.double().flip(0) * 0.5).to(x.dtype)
+def _halved(x: Tensor, dimensions: tuple[int, ...]) -> Tensor:
+    """Return a tensor of floating-point numbers reversed in ``dimensions`` and halved, computed in float64. Other tensors are
+    returned unchanged.
+    """
+    if not x.is_floating_point() or not x.dim():
+        return x
+    return (x.double().flip(tuple({each % x.dim() for each in dimensions})) * 0.5).to(x.dtype)
 
 
 def _judge(problem: Problem, placed: Mapping[str, PlacedOperand], made: dict[str, Tensor]) -> None:

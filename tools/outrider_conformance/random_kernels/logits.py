@@ -162,7 +162,8 @@ def _truncate(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     logits = _given(shape, dtype, dice)
     batch, _, vocabulary = logits.shape
     temperature = torch.tensor([0.0, 0.3, 0.8, 1.0, 2.0])[dice.integers(0, 5, batch)]
-    top_k = torch.tensor([0, 1, 2, 5, vocabulary - 1, vocabulary, vocabulary + 9])[dice.integers(0, 7, batch)]
+    limits = torch.tensor([0, 1, 2, 5, 65, 257, 1025, vocabulary - 1, vocabulary, vocabulary + 9])
+    top_k = limits[dice.integers(0, len(limits), batch)]
     top_p = torch.tensor([1.0, 0.95, 0.7, 0.3])[dice.integers(0, 4, batch)]
     min_p = torch.tensor([0.0, 0.02, 0.1, 0.5])[dice.integers(0, 4, batch)]
     if batch > 3:  # each alone, and nothing at all

@@ -65,9 +65,14 @@ def among(*values: int, rare: Sequence[int] = ()) -> Dimension:
     return Dimension(st.sampled_from(values), tuple(dict.fromkeys((*values, *rare))))
 
 
+def smallest_shape(shapes: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    """Return the shape with the smallest product of dimensions."""
+    return min(shapes, key=lambda shape: math.prod(1 + value for value in shape.values()))
+
+
 def boundary_shapes(corners: Sequence[Mapping[str, int]], dimensions: Mapping[str, Dimension]) -> Iterator[Mapping[str, int]]:
     """Yield the smallest of ``corners`` with one dimension at a time set to each of its boundaries."""
-    smallest = min(corners, key=lambda shape: math.prod(1 + value for value in shape.values()))
+    smallest = smallest_shape(corners)
     for name, dimension in dimensions.items():
         for value in dimension.boundaries:
             if smallest.get(name) != value:

@@ -22,7 +22,15 @@ from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
 from outrider_conformance.promises import first_sentence, needs, promise
 from outrider_conformance.random_kernels.bounds import Number, compare
-from outrider_conformance.random_kernels.kernels import KERNELS, corners, judge, judge_in_graph, problem
+from outrider_conformance.random_kernels.kernels import (
+    KERNELS,
+    corners,
+    judge,
+    judge_beside,
+    judge_dtypes,
+    judge_in_graph,
+    problem,
+)
 from outrider_conformance.random_kernels.paged_batch import (
     CONTEXTS,
     SHAPES,
@@ -35,7 +43,7 @@ from outrider_conformance.random_kernels.paged_batch import (
     planned_batch,
     preferred_dtypes,
 )
-from outrider_conformance.random_kernels.problem import KernelProblems, Shape, boundary_shapes
+from outrider_conformance.random_kernels.problem import KernelProblems, Shape, boundary_shapes, smallest_shape
 from outrider_conformance.reporting.verdict import not_applicable, refusals_left_out
 
 _COMPILED_DRAWS = 1
@@ -91,6 +99,19 @@ def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: KernelProblems, dtype
     for number, (shape, made) in enumerate(corners(drawn, dtype, lab.seed)):
         with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
             judge(lab, stream, made, again=True, slow=not number)
+
+
+@promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_returns_the_dtypes_of_the_reference(lab: Lab, drawn: KernelProblems) -> None:
+    """Results have the dtype of the reference's results, in each declared dtype: a wider result would double its memory."""
+    (stream,) = lab.streams("s")
+    declared = lab.backend.capabilities.dtypes
+    dtypes = [torch.float32] if drawn.choices else [dtype for dtype in _DTYPES if dtype in declared]
+    _applies(lab, drawn, dtypes[0])
+    for dtype in dtypes:
+        with _check_of(drawn, f"in {dtype}"):
+            judge_dtypes(lab, stream, problem(drawn, smallest_shape(drawn.corners), dtype, lab.seed))
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -173,6 +194,16 @@ def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
     (stream,) = lab.streams("s")
     with refusals_left_out(lab.backend.capabilities), _check_of(drawn, "in a graph"):
         judge_in_graph(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), drawn.kernel)
+
+
+@needs("concurrent_streams")
+@promise("KernelSet", "*Placement.* Every method enqueues on the stream whose scope the caller opened")
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_beside_its_calls_on_another_stream(lab: Lab, drawn: KernelProblems) -> None:
+    """Calls on one stream are right while calls with other values run on another: no memory of a kernel serves both."""
+    _applies(lab, drawn, torch.float32)
+    with _check_of(drawn, "beside calls on another stream"):
+        judge_beside(lab, problem(drawn, smallest_shape(drawn.corners), torch.float32, lab.seed))
 
 
 @promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")

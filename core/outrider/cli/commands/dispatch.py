@@ -170,7 +170,9 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop, de
 def _show(render: Callable[[Console], None], stream: TextIO) -> None:
     width = terminal_width(stream)
     height = None if width is None else _MAX_TABLE_WIDTH  # rich ignores a width without a height on a dumb terminal
-    render(_Console(file=stream, width=width, height=height, highlight=False, markup=False, emoji=False, soft_wrap=True))
+    console = _Console(file=stream, width=width, height=height, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.width = max(console.width, 1)  # rich prints nothing if the variable COLUMNS is 0
+    render(console)
 
 
 def _say_ended(json_out: TextIO, number: int) -> None:

@@ -192,7 +192,17 @@ class PromptBuilder:
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
         # Parameters of transformers' apply_chat_template, which a request must not set.
-        reserved = {"tools", "chat_template", "conversation", "documents", "tokenize", "padding", "truncation", "max_length"}
+        reserved = {
+            "messages",
+            "tools",
+            "chat_template",
+            "conversation",
+            "documents",
+            "tokenize",
+            "padding",
+            "truncation",
+            "max_length",
+        }
         options = {"continue_final_message": False, "add_generation_prompt": True}
         for name in options:
             if isinstance(variables.get(name), bool):
