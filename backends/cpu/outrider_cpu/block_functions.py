@@ -209,9 +209,10 @@ class BlockFunctions:
     def _write_mlp(self) -> None:
         w = self._writer
         with w.function("mlp", 1) as (arguments,):
-            shared, norm, groups, bits, packed, inner, down_bits, down = _read(w, arguments, 8)
-            rows, count, scratch, scratch_stride, both, gated = _read(w, shared, 6)
-            eps = arguments + 8 * 8
+            rows, count, norm, groups, bits, packed, inner, down_bits, down, scratch, scratch_stride, both, gated = _read(
+                w, arguments, 13
+            )
+            eps = arguments + 13 * 8
             rounded = scratch + self._thread() * scratch_stride
             sums = rounded + count * w.select_value(groups < inner, inner, groups) * _GROUP_BYTES
             w.call("prepare", rows, norm, eps, rounded, sums, count, groups)
@@ -235,11 +236,11 @@ class BlockFunctions:
     def _write_attention(self, head_size: int, shared: int, products: dict[str, int]) -> None:
         w = self._writer
         with w.function("attention", 1) as (arguments,):
-            common, k_cache, v_cache, norm, bits, packed, output_bits, output, window = _read(w, arguments, 9)
+            rows, norm, bits, packed, output_bits, output, k_cache, v_cache, window = _read(w, arguments, 9)
             eps, scale = arguments + 9 * 8, arguments + 10 * 8
-            source, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, common, 10)
-            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, common, 9, 10)
-            rows, kept, kept_count, output_tiles = _read(w, common, 4, 19)
+            source, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, arguments, 10, 11)
+            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, arguments, 9, 21)
+            kept, kept_count, output_tiles = _read(w, arguments, 3, 30)
             head_bytes = head_size * _FLOAT_BYTES
             all_heads, output_groups = heads + kv_heads * 2, heads * (head_size // GROUP)
             own = scratch + self._thread() * scratch_stride

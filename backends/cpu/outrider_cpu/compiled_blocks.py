@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 import struct
 import weakref
 from array import array
@@ -26,8 +25,6 @@ _MAX_NEW_TOKENS = 64
 """Maximum number of new tokens of a request whose attention is compiled. The library's attention reads keys once for all of
 a prompt's tokens.
 """
-_ROWS = 19
-"""Index of the address of the residual stream among the arguments of attention that layers share."""
 _SCORE_PADDING = 16
 """Elements after a query's scores that the vectors of the compiled attention may write."""
 
@@ -43,31 +40,10 @@ class _SharedArguments(NamedTuple):
 
     key: tuple[object, ...]
     """Identities and sizes that the arguments are valid for."""
-    memory: array[int]
+    arguments: list[int]
     function: str
     owners: object
     """Objects that own the identities and addresses."""
-
-
-class _LayerArguments:
-    """The arguments of a function that belong to a layer, after the address of those that all layers of a pass share."""
-
-    def __init__(self) -> None:
-        self._owners: tuple[object, ...] = ()
-        self._memory = array("q")
-
-    def update(
-        self, owners: tuple[object, ...], numbers: Callable[[], list[int]], shared: _SharedArguments, *changing: int
-    ) -> array[int]:
-        """Return the arguments, first those that are ``changing``. ``numbers`` computes the others if the ``owners`` of their
-        addresses are other objects than in the last call.
-        """
-        changing = (shared.memory.buffer_info()[0], *changing)
-        if not self._owners or any(map(operator.is_not, owners, self._owners)):
-            self._owners, self._memory = owners, array("q", [*changing, *numbers()])
-        for index, number in enumerate(changing):
-            self._memory[index] = number
-        return self._memory
 
 
 class _Functions:
@@ -118,8 +94,9 @@ class _Functions:
         """The number of threads of a call."""
         return torch.get_num_threads() if self._parallel else 1
 
-    def run_function(self, name: str, memory: array[int], threads: int) -> None:
+    def run_function(self, name: str, arguments: list[int], threads: int) -> None:
         """Run a function on a team of threads and wait for its end."""
+        memory = array("q", arguments)
         address, call = self._calls[name]
         if threads == 1:
             call(memory.buffer_info()[0])
@@ -133,7 +110,7 @@ class CompiledBlocks:
     def __init__(self) -> None:
         self._entries: dict[int, _PackedBlocks] = {}
         self._functions: _Functions | None = None
-        self._attention = self._mlp = _SharedArguments((), array("q"), "", None)
+        self._shared = _SharedArguments((), [], "", None)
         self._is_available = find_spec("llvmlite") is not None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -151,8 +128,7 @@ class CompiledBlocks:
         stride = _scratch_elements(count, blocks.groups)
         scratch = rows.new_empty(threads * stride)
         operands = [blocks.bits, blocks.data.data_ptr(), blocks.groups, blocks.tiles, rows.data_ptr(), count]
-        operands += [made.data_ptr(), scratch.data_ptr(), stride * 4]
-        functions.run_function("multiply", array("q", operands), threads)
+        functions.run_function("multiply", [*operands, made.data_ptr(), scratch.data_ptr(), stride * 4], threads)
         return made if bias is None else made.add_(bias)
 
     def attention_block(
@@ -166,7 +142,7 @@ class CompiledBlocks:
         if any(each is not None for each in others) or not _is_plain(block.norm):
             return None
         self._compiled()  # at load, not for the first token
-        return partial(self._attend, kernels, block, composed, _LayerArguments())
+        return partial(self._attend, kernels, block, composed, _bits_of(block.eps), _bits_of(block.scale))
 
     def mlp_block(
         self, kernels: KernelSet, block: MlpBlock, composed: Callable[..., ResidualStream]
@@ -176,14 +152,15 @@ class CompiledBlocks:
         is_simple = not block.ranks.reduces and block.gate_up_bias is None and block.down_bias is None
         if blocks is None or not is_simple or not _is_plain(block.norm) or blocks[0].groups != blocks[1].tiles:
             return None
-        return partial(self._compute_mlp, kernels, block, composed, _LayerArguments())
+        return partial(self._compute_mlp, kernels, block, composed, _bits_of(block.eps))
 
     def _attend(
         self,
         kernels: KernelSet,
         block: AttentionBlock,
         composed: Callable[..., ResidualStream],
-        arguments: _LayerArguments,
+        eps: int,
+        scale: int,
         x: ResidualStream,
         _: AttentionBlock,
         tokens: AttentionTokens,
@@ -198,19 +175,12 @@ class CompiledBlocks:
             return composed(x, block, tokens, attend=attend)
         rows = tokens.rows.continued(kernels, x.add())
         norm = None if isinstance(x.pending, SeparateInput) else block.norm
-        if tokens.rows.kept is not None:
-            shared.memory[_ROWS] = rows.data_ptr()
-        memory = arguments.update(
-            (*weights, norm),
-            lambda: [
-                0 if norm is None else norm.data_ptr(),
-                *(number for each in weights for number in (each.bits, each.data.data_ptr())),
-                *(block.window, _bits_of(block.eps), _bits_of(block.scale)),
-            ],
-            shared,
-            *(each.data_ptr() for each in tokens.rotary[2:4]),
-        )
-        self._compiled().run_function(shared.function, memory, self._compiled().threads)
+        own = [rows.data_ptr(), 0 if norm is None else norm.data_ptr()]
+        own += [number for each in weights for number in (each.bits, each.data.data_ptr())]
+        own += [each.data_ptr() for each in tokens.rotary[2:4]]
+        own += [block.window, eps, scale, *shared.arguments]
+        functions = self._compiled()
+        functions.run_function(shared.function, own, functions.threads)
         return ResidualStream(kernels, rows)
 
     def _share_attention(
@@ -222,8 +192,8 @@ class CompiledBlocks:
         owners = (x.rows, source, batch, rotary.cos, rotary.slots, kept)
         shapes = (*qkv[1:], *output[1:], rotary.k_cache.shape, rotary.k_cache.dtype, threads)
         key = (*map(id, owners), shapes)
-        if self._attention.key == key:
-            return self._attention
+        if self._shared.key == key:
+            return self._shared
         cos, sin, (page_size, kv_heads, size) = rotary.cos, rotary.sin, rotary.k_cache.shape[1:]
         is_chain = batch.tree_mask is None and batch.max_query <= _MAX_NEW_TOKENS
         is_rotated = cos.shape[1] == size and cos.dtype is torch.float32 and cos.stride() == sin.stride()
@@ -243,8 +213,8 @@ class CompiledBlocks:
         arguments += [scratch + (threads * stride + made) * 4]
         arguments += [each.data_ptr() for each in (cos, sin, rotary.slots, batch.query_start, batch.seq_lens, table)]
         arguments += [table.stride(0), batch.seq_lens.shape[0], heads, kv_heads, page_size, cos.stride(0) * 4]
-        arguments += [x.rows.data_ptr(), index.data_ptr(), index.shape[0], output.tiles]
-        self._attention = shared = _SharedArguments(key, array("q", arguments), name, (owners, sin, memory, index))
+        arguments += [index.data_ptr(), index.shape[0], output.tiles]
+        self._shared = shared = _SharedArguments(key, arguments, name, (owners, sin, memory, index))
         return shared
 
     def _compute_mlp(
@@ -252,7 +222,7 @@ class CompiledBlocks:
         kernels: KernelSet,
         block: MlpBlock,
         composed: Callable[..., ResidualStream],
-        arguments: _LayerArguments,
+        eps: int,
         x: ResidualStream,
         _: MlpBlock,
     ) -> ResidualStream:
@@ -260,33 +230,27 @@ class CompiledBlocks:
         if weights is None or is_observed() or not _is_plain(x.rows):
             return composed(x, block)
         rows = x.add()
-        shared = self._share_mlp(rows, *weights)
-        memory = arguments.update(
-            (*weights, block.norm),
-            lambda: [
-                block.norm.data_ptr(),
-                *(number for each in weights for number in (each.groups, each.bits, each.data.data_ptr())),
-                _bits_of(block.eps),
-            ],
-            shared,
-        )
-        self._compiled().run_function("mlp", memory, self._compiled().threads)
-        return ResidualStream(kernels, rows)
-
-    def _share_mlp(self, rows: Tensor, gate_up: BlockWeight, down: BlockWeight) -> _SharedArguments:
-        """Return the arguments of MLPs of one size for a pass."""
-        threads = self._compiled().threads
-        key = (id(rows), gate_up.groups, down.groups, threads)
-        if self._mlp.key == key:
-            return self._mlp
+        functions = self._compiled()
+        threads = functions.threads
+        gate_up, down = weights
         count, inner = rows.shape[0], down.groups * GROUP
         stride = _scratch_elements(count, max(gate_up.groups, down.groups))
         memory = rows.new_empty(threads * stride + 3 * count * inner)
         scratch = memory.data_ptr()
         both = scratch + threads * stride * 4
-        arguments = [rows.data_ptr(), count, scratch, stride * 4, both, both + 2 * count * inner * 4]
-        self._mlp = shared = _SharedArguments(key, array("q", arguments), "mlp", (rows, memory))
-        return shared
+        arguments = [rows.data_ptr(), count, block.norm.data_ptr(), gate_up.groups, gate_up.bits, gate_up.data.data_ptr()]
+        arguments += [
+            down.groups,
+            down.bits,
+            down.data.data_ptr(),
+            scratch,
+            stride * 4,
+            both,
+            both + 2 * count * inner * 4,
+            eps,
+        ]
+        functions.run_function("mlp", arguments, threads)
+        return ResidualStream(kernels, rows)
 
     def _compiled(self) -> _Functions:
         if self._functions is None:
