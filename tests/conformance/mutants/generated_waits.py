@@ -91,6 +91,21 @@ def flushing(base, wait):
         patch(base.stream, name, make)
 
 
+def one_pair(base):
+    @patched(base.stream, "_record")
+    def recorded(original, self, event):
+        original(self, event)
+        event.producer = self
+
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        streams = self.backend.streams
+        if self.backend.active_capture is None and (streams.index(self), streams.index(event.producer)) == (3, 5):
+            reach()
+            return
+        original(self, event)
+
+
 def queried(base):
     patch(base.event, "_query", lambda original: lambda self: (setattr(self, "seen", True), original(self))[1])
     patch(
@@ -164,6 +179,41 @@ def scope_depth(base):
             if depth == 2 and before is not None:
                 reach()
                 self._thread.stream = stream
+
+
+def scope_thread(base):
+    from contextlib import contextmanager
+
+    @patched(base.backend, "_on")
+    @contextmanager
+    def on(original, self, stream):
+        before = getattr(self._thread, "stream", None)
+        try:
+            with original(self, stream):
+                yield
+        finally:
+            if before not in (None, stream) and threading.current_thread() is not threading.main_thread():
+                reach()
+                self._thread.stream = stream
+
+
+def scope_reentered(base):
+    """Leaving a scope removes the stream's outermost scope."""
+    from contextlib import contextmanager
+
+    @patched(base.backend, "_on")
+    @contextmanager
+    def on(original, self, stream):
+        scopes = self._thread.scopes = getattr(self._thread, "scopes", [])
+        scopes.append(stream)
+        try:
+            with original(self, stream):
+                yield
+        finally:
+            scopes.remove(stream)
+            if scopes and scopes[-1] is not self._thread.stream:
+                reach()
+                self._thread.stream = scopes[-1]
 
 
 # -- events ------------------------------------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
     x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
     down = backend.empty_pinned("down", (WIDTH,), torch.float32)
     down.tensor.fill_(-1)
-    lab.slow(a)
-    lab.slow(b)
+    for stream in (a, b, b):  # so that work on the wrong stream comes too early on a, too late on b
+        lab.slow(stream)
     with backend.on(a):
         x.fill_(1)
     with backend.on(b):

@@ -24,6 +24,24 @@ def test_a_wait_orders_two_streams(lab: Lab) -> None:
     lab.expect_read(b, y, x, 1.0, "what the waiting stream read")
 
 
+@promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
+@in_every_order(schedules=4)
+def test_waits_order_every_pair_of_many_streams(lab: Lab) -> None:
+    """Eight streams wait for events of all eight, of which each in turn comes late, and read the late write."""
+    streams = lab.streams(*"abcdefgh")
+    copies = [lab.full(stream, 0) for stream in streams]
+    x = lab.full(streams[0], 0)
+    for turn, late in enumerate(streams, 1):
+        lab.fill_late(late, x, turn)
+        events = [lab.record(stream) for stream in streams]
+        for stream, copy in zip(streams, copies, strict=True):
+            for event in events:
+                stream.wait(event)
+            lab.copy(stream, copy, x)
+        found = [lab.read_tensor(stream, copy) for stream, copy in zip(streams, copies, strict=True)]
+        expect(found, [float(turn)] * len(streams), f"what each stream read after its waits, with stream {turn} late")
+
+
 @promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
 @in_every_order()
 def test_a_wait_takes_the_newest_record(lab: Lab) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.device import CapabilityError, Stream
+from outrider.device import Backend, CapabilityError, Stream
 from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
@@ -167,28 +168,39 @@ def test_synchronize_waits_for_nothing_else(lab: Lab) -> bool:
     return not busy.query()
 
 
+def _copy_in_nested_scopes(
+    backend: Backend, streams: Sequence[Stream], late: Stream, source: Tensor, copies: list[Tensor], fails: bool
+) -> None:
+    """Open a scope of each stream inside the scope before it. Append a copy of ``source`` to ``copies`` in each scope of
+    ``late``, after the inner scopes. ``fails``: an exception leaves each scope.
+    """
+    if streams:
+        with suppress(ValueError), backend.on(streams[0]):
+            _copy_in_nested_scopes(backend, streams[1:], late, source, copies, fails)
+            if streams[0] is late:
+                copies.append(source.clone())
+            if fails:
+                raise ValueError("of the test")
+
+
 @promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
 @in_every_order()
 def test_scopes_nest_and_are_restored(lab: Lab) -> None:
-    """Work after an inner scope runs on the outer stream again, also if an exception left the inner scope."""
-    backend = lab.backend
-    outer, inner = lab.streams("outer", "inner")
-    x, y, z, other = lab.full(outer, 0), lab.full(outer, 0), lab.full(outer, 0), lab.full(inner, 0)
-    lab.slow(outer)
-    with backend.on(outer):
-        x.fill_(1)
-        with backend.on(inner):
-            other.fill_(5)
-        y.copy_(x)
-        try:
-            with backend.on(inner):
-                raise ValueError("of the test")
-        except ValueError:
-            pass
-        z.copy_(x)
-    expect(lab.read_tensor(inner, other), 5.0, "work of the inner scope")
-    expect(lab.read_tensor(outer, y), 1.0, "work after an inner scope, which must follow the outer stream")
-    expect(lab.current_values(z), 1.0, "work after an inner scope that was left by an exception")
+    """Work after inner scopes runs on the stream of the enclosing scope: on two threads, with and without exceptions, also if
+    an inner scope is of the same stream.
+    """
+    a, b, c = lab.streams("a", "b", "c")
+    nested = (a, b, a, c, b)
+    for late in (a, b, c):  # its work alone comes late, so that elsewhere it would come too early
+        source = lab.full(late, 0)
+        copies: list[Tensor] = []
+        lab.fill_late(late, source, 1)
+        for fails in (False, True):
+            nest = partial(_copy_in_nested_scopes, lab.backend, nested, late, source, copies, fails)
+            nest()
+            call_on_new_thread(nest)
+        found = [lab.read_tensor(late, copy) for copy in copies]
+        expect(found, [1.0] * (4 * nested.count(late)), f"work in scopes of {late.name!r}, after the scopes inside them")
 
 
 @promise("Backend.on", "A tensor made, cast or filled inside a scope belongs to that scope's stream.")
@@ -272,25 +284,6 @@ def test_a_delay_keeps_the_stream_busy(lab: Lab) -> bool:
     (stream,) = lab.streams("s")
     lab.slow(stream)
     return not stream.query()
-
-
-@promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
-@in_every_order()
-def test_four_scopes_are_restored(lab: Lab) -> None:
-    """Work after each of four nested scopes runs on the stream of the enclosing scope."""
-    streams = lab.streams("a", "b", "c", "d")
-    for late in streams:  # its work alone comes late, so that elsewhere it would come too early
-        source, found = lab.full(late, 0), lab.full(late, 0)
-        lab.fill_late(late, source, 1)
-        with ExitStack() as deepest:
-            scopes = [deepest.enter_context(ExitStack()) for _ in streams]
-            for scope, stream in zip(scopes, streams, strict=True):
-                scope.enter_context(lab.backend.on(stream))
-            for scope, stream in reversed(list(zip(scopes, streams, strict=True))):
-                if stream is late:
-                    found.copy_(source)
-                scope.close()
-        expect(lab.read_tensor(late, found), 1.0, f"work in the scope of {late.name!r}, after the scopes inside it")
 
 
 @needs("asynchronous")
