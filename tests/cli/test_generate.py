@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from outrider import Engine, SamplingParams
 from outrider.bundled import bundled
+from outrider.cli.commands.generate import split_text
+from outrider.cli.terminal.report import highlighter
 
 PROMPT = "def read("
 
@@ -30,6 +34,27 @@ def edit(path, **changes):
     config = json.loads(path.read_text())
     config.update(changes)
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_accepted_drafts_are_green_in_a_terminal(monkeypatch):
+    """The text of draft tokens alone, and the same text without colours or in a file."""
+    engine = Engine.from_checkpoint(bundled("target"), "cpu", draft_dir=bundled("eagle"), speculate="eagle")
+    with closing(engine):
+        outputs = list(engine.stream(PROMPT, SamplingParams(max_tokens=40)))
+        parts = [split_text(output, engine.tokenizer) for output in outputs]
+        whole = [engine.tokenizer.decode(output.tokens[: output.drafted]) for output in outputs]
+    assert "".join(drafted + own for drafted, own in parts) == "".join(output.text for output in outputs)
+    assert [drafted for drafted, _ in parts] == whole
+    assert sum(map(bool, whole)) > 3
+    leader, follower = os.openpty()
+    with os.fdopen(follower, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        assert highlighter()("a b") == "\x1b[32ma b\x1b[0m"
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert highlighter()("a b") == "a b"
+    os.close(leader)
 
 
 def test_the_same_tokens_with_and_without_speculation(outrider):

@@ -25,7 +25,7 @@ from outrider.cli.options.option_records import (
 )
 from outrider.cli.options.option_values import JsonOption, checking_options, option, text
 from outrider.cli.terminal.files import MAX_BYTES, check_utf8
-from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished, note
+from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished, highlighter, note
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import OutriderError
@@ -164,9 +164,8 @@ class _Conversation:
         answer = StreamedOutput(EncodedPrompt(tokens))
         self.answers.append(answer)  # an interrupted answer is recorded too
         try:
-            answer.stream(
-                self.engine, self.sampling.params(max_tokens=min(self.max_tokens, max_new_tokens)), write, ended=ended
-            )
+            params = self.sampling.params(max_tokens=min(self.max_tokens, max_new_tokens))
+            answer.stream(self.engine, params, write, ended=ended, highlight=highlighter())
         except RequestError:
             self.answers.pop()
             raise

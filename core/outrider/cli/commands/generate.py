@@ -38,7 +38,7 @@ from outrider.cli.options.rank_processes import (
     run_on_ranks,
 )
 from outrider.cli.terminal.files import read_text
-from outrider.cli.terminal.report import CommandReport, Interrupted
+from outrider.cli.terminal.report import CommandReport, Interrupted, highlighter
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import StepOutput
     from outrider.engine.requests.sampling import SamplingParams
+    from outrider.model import Tokenizer
 
 
 _ENOUGH_DRAFTS, _CHANCE = 24, 0.03
@@ -84,10 +85,11 @@ class StreamedOutput:
         write: Callable[[str], object] | None,
         *,
         ended: Callable[[], bool] = lambda: False,
+        highlight: Callable[[str], str] = str,
     ) -> None:
         """Generate the request's output, and pass text to ``write`` as soon as later tokens can't change it.
 
-        Aborts the request once ``ended`` returns True.
+        Aborts the request once ``ended`` returns True. ``highlight`` formats the text of accepted draft tokens.
         """
         before = engine.stats
         started = time.perf_counter()
@@ -98,7 +100,8 @@ class StreamedOutput:
                 for output in outputs:
                     self.tokens.extend(output.tokens)
                     if output.text is not None:
-                        self._append_text(output.text, write)
+                        drafted, own = split_text(output, engine.tokenizer)
+                        self._append_text(drafted + own, (highlight(drafted) if drafted else "") + own, write)
                     elif write is not None:
                         self._write_token_ids(output.tokens, write)
                     if output.finish_reason is not None:
@@ -130,10 +133,10 @@ class StreamedOutput:
             write(begin + ",".join(map(str, tokens)))
             sys.stdout.flush()
 
-    def _append_text(self, piece: str, write: Callable[[str], object] | None) -> None:
+    def _append_text(self, piece: str, formatted: str, write: Callable[[str], object] | None) -> None:
         self.text += piece
         if write is not None and piece:
-            write(piece)
+            write(formatted)
             sys.stdout.flush()
 
     def data(self, engine: Engine) -> dict[str, object]:
@@ -228,7 +231,7 @@ def generate(
             encoded = EncodedPrompt.encode(engine, tokens_or_text, speculation.model, image or ())
             output = StreamedOutput(encoded)
             try:
-                output.stream(engine, params, None if json_output else sys.stdout.write)
+                output.stream(engine, params, None if json_output else sys.stdout.write, highlight=highlighter())
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted after {len(output.tokens)} tokens", output.data(engine)) from None
         launch = launched(engine, command_choices)
@@ -237,6 +240,18 @@ def generate(
             code = 1 if output.error else 0
             return CommandReport(data=data, render=lambda console: _summary(console, data), exit_code=code, streamed=True)
         return _compare(load_reference(), encoded, params, output, data)
+
+
+def split_text(output: StepOutput, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the new text of an output in two parts: the text of its accepted draft tokens, and the rest.
+
+    The first part is empty if the text of the last token can't be told from the text before it.
+    """
+    piece = output.text or ""
+    own = tokenizer.decode(output.tokens[output.drafted :])
+    if output.drafted and piece.endswith(own):
+        return piece[: len(piece) - len(own)], own
+    return "", piece
 
 
 def _compare(

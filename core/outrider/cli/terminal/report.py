@@ -15,12 +15,15 @@ import textwrap
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any, TextIO
 
 import typer
 from rich import filesize
+from rich.color import ColorSystem
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.style import Style
 
 from outrider.device.errors import OutriderError
 
@@ -260,6 +263,14 @@ def sum_of_loads(tell: Tell) -> Tell:
         tell(LOADING, before + done, before + total)
 
     return progress
+
+
+def highlighter() -> Callable[[str], str]:
+    """Return the function that makes text green on standard output; unchanged where that isn't a terminal with colours."""
+    console = Console(file=sys.stdout)
+    if not sys.stdout.isatty() or console.no_color or console.color_system is None:
+        return str
+    return partial(Style(color="green").render, color_system=ColorSystem.STANDARD)
 
 
 def _has_terminal() -> bool:
