@@ -199,8 +199,14 @@ def test_what_a_last_layer_adds(format, left, split, kernels):
             torch.testing.assert_close(kept, residual, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("group", [0, 32, 256])
+@pytest.mark.parametrize(
+    ("group", "normed"),
+    [
+        pytest.param(group, normed, marks=() if (group, normed) in ((0, True), (32, False)) else pytest.mark.slow)
+        for group in (0, 32, 256)
+        for normed in (True, False)
+    ],
+)
 def test_heads_are_gated_and_quantised(group, normed, kernels, launched):
     """As the gate and the quantisation one after the other have it, by scales of a row, of half a head and of four heads."""
     x, values = normal(5, INNER), normal(5, SIZE + INNER, seed=8)[:, SIZE:].unflatten(1, (6, 64))

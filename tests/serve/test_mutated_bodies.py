@@ -235,7 +235,7 @@ def test_an_error_names_the_field_of_its_api(scripted, path, body, param):
     assert "max_completion_tokens" not in error["message"] or "chat" in path
 
 
-@settings(max_examples=200, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(requests())
 def test_no_changed_body_is_an_internal_error(scripted, request):
     check(scripted, *request)

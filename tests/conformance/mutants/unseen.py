@@ -541,15 +541,12 @@ def rare() -> Iterator[Unseen]:
     for owner, verb in (("event", "Event"), ("stream", "Stream"), ("backend", "Backend")):
         promises = (f"{verb}.synchronize", f"{verb}._synchronize")
         fault = f"one synchronize of the {owner} in 200 returns early"
-        fast = owner == "event"
-        yield Unseen(
-            fault, THREADS, 1, _early(owner, 200), promises, many, f"hundreds_of_waits_returns_early[{owner}", fast=fast
-        )
+        yield Unseen(fault, THREADS, 1, _early(owner, 200), promises, many, f"hundreds_of_waits_returns_early[{owner}")
     events = ("test_l1_events",)
     yield Unseen("times are of first records", THREADS, 1, _first_times, ("Event.elapsed_ms",), events, "measure", fast=True)
     copies, replay = ("Backend.copy_async",), ("Graph.replay",)
     yield Unseen("a long copy lacks its end", CPU, 1, _short_copy, copies, ("test_l1_copies",), "long_copy", fast=True)
-    yield Unseen("a graph holds 1,000 tasks", THREADS, 2, _at_most(1000), replay, ("test_l2_graphs",), "thousands", fast=True)
+    yield Unseen("a graph holds 1,000 tasks", THREADS, 2, _at_most(1000), replay, ("test_l2_graphs",), "thousands")
 
 
 def _early(owner, every):
