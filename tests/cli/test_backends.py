@@ -95,6 +95,7 @@ def extension_without_runtime(tmp_path):
     return site
 
 
+@pytest.mark.slow
 def test_doctor_where_torch_does_not_import(child, extension_without_runtime):
     result = child("doctor", path=(extension_without_runtime,))
     assert result.code == 1

@@ -25,6 +25,7 @@ from outrider.device import ConfigError
 @pytest.mark.parametrize(
     ("variables", "limited"), [({}, True), ({"GOMP_SPINCOUNT": "7"}, False), ({"OMP_WAIT_POLICY": "ACTIVE"}, False)]
 )
+@pytest.mark.slow
 def test_a_waiting_thread_of_openmp_sleeps_soon(child, variables, limited):
     """libgomp prints its settings when torch loads it: the command has set the variable before."""
     spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", child("backends", OMP_DISPLAY_ENV="verbose", **variables).err)
@@ -350,6 +351,7 @@ def test_a_signal_that_a_destructor_drops_is_raised_again(outrider, command, num
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_a_signal_while_torch_imports_numpy_is_not_lost(number, code):
     """torch's compiled part imports it, and drops what is raised meanwhile."""
     text = f"""

@@ -175,6 +175,7 @@ def test_the_example_kernels_pass_the_kits_kernel_tests(site, monkeypatch, chose
     assert "failed" not in outcomes, [test["id"] for test in report["tests"] if test["outcome"] == "failed"]
 
 
+@pytest.mark.slow
 def test_the_kit_finds_kernels_that_are_wrong(install):
     """The same tests, over a set whose norm forgets the weight."""
     from outrider_conformance.run import conform

@@ -18,6 +18,7 @@ def tree(root):
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_the_package_installs_passes_level_0_and_fails_the_next(tmp_path):
     bench = Workbench(tmp_path)
     assert "next:" in bench.shell("outrider new-backend acme ./acme")

@@ -80,6 +80,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.slow
 def test_wrong_options_are_usage_errors(tmp_path):
     """All in one process, which takes longer to start than to refuse them."""
     asked = [["--rootdir", str(tmp_path), "--pyargs", "outrider_conformance", *arguments] for arguments, _ in REFUSED]
@@ -161,6 +162,7 @@ def test_a_journal_that_was_cut_off_still_names_the_test(tmp_path):
     assert "while running test_l1_x::a" in _post_mortem(tmp_path / "journal.jsonl", -9, "chip")
 
 
+@pytest.mark.slow
 def test_a_hang_is_told(sick):
     sick(
         """
@@ -194,6 +196,7 @@ def waivers(tmp_path, expires="2999-01-01"):
     return path
 
 
+@pytest.mark.slow
 def test_a_waiver_explains_a_failure(sick, tmp_path, monkeypatch):
     sick(BROKEN)
     monkeypatch.setattr("outrider_conformance.run.conform", functools.partial(conform, extra=MEMORY_ALONE))

@@ -114,6 +114,7 @@ def conviction():
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_conviction_names_the_promise(conviction):
     assert "promises: “" in conviction
     assert conviction.count("Record(") < 25, conviction  # it was made smaller
@@ -139,6 +140,7 @@ def test_a_script_names_the_steps_of_its_graphs():
     assert found["program"] == program(*steps)
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_programs(conviction):
     with pytest.raises(ProgramFailed) as again:
         try_programs(lambda: get_backend(BROKEN), backend=BROKEN, family="order", count=50)

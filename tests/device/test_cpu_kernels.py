@@ -249,6 +249,7 @@ def test_what_lies_behind_a_strided_row_is_nobodys(draw, monkeypatch, set_, dtyp
         torch.testing.assert_close(made.double(), expected, rtol=0.02, atol=0.6 if dtype.itemsize == 2 else 1e-3)
 
 
+@pytest.mark.slow
 def test_freed_memory_stays_with_the_process():
     """Eight blocks of 1 MiB, over and over: given back to the system they cost 2,048 page faults.
 

@@ -238,6 +238,7 @@ def test_heads_that_ranks_can_not_share_are_refused():
         _layout_of(WireMessage("engine", {"ranks": [0, 1, 0]}))
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_no_answer_says_so():
     def body(ranks):
         engine = made("none", ranks)

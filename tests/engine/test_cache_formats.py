@@ -82,6 +82,7 @@ FAST = {("few pages", "eagle")}
         for draft in DRAFTS
     ],
 )
+@pytest.mark.slow
 def test_tokens_are_those_of_plain_decoding_on_sim(written, plain, mode, draft):
     backend = Registry().create("sim:strategy=random,seed=3")
     with watch(backend) as report:

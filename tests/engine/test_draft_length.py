@@ -177,6 +177,7 @@ def test_drafts_are_as_good_after_plain_iterations(cpu, name):
 @pytest.mark.sample(2, per="mode")
 @pytest.mark.parametrize("name", ["eagle", "eagle, untrained", "eagle-tree", "eagle3", "eagle3-tree", "mtp", "peagle"])
 @pytest.mark.parametrize("mode", [{}, {"mode": "fused"}], ids=["staged", "fused"])
+@pytest.mark.slow
 def test_drafts_are_as_good_behind_drafts(cpu, name, mode):
     """Of accepted tokens the last one alone goes on behind the last layer's keys and values; of a prompt's, too."""
     compared = 0

@@ -162,6 +162,7 @@ COMMON = {
 
 @given(st.data())
 @settings(max_examples=8, **COMMON)
+@pytest.mark.slow
 def test_a_fault_costs_time_and_nothing_else(device, expected, guided_tokens, data):
     recovers(
         device,

@@ -137,6 +137,7 @@ test_options_equal_a_loop_by_hand, test_many_options_equal_a_loop_by_hand = some
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.slow
 def test_a_preempted_request_keeps_its_history(bundle64, reference, prompt_tokens, overlap, monkeypatch):
     preempted = []
     preempt = Scheduler._preempt

@@ -188,6 +188,7 @@ CONTEXTS = given(
 _, test_attention_is_alike_in_many_contexts = some_and_many(attention_is_alike, CONTEXTS, some=1, many=6)
 
 
+@pytest.mark.slow
 def test_attention_is_alike(kernels_of, device):
     attention_is_alike(kernels_of, device, 62, [1, 2], 0, 1, 0)
 

@@ -51,6 +51,7 @@ def test_groups_of_gpus_exchange_small_tensors_by_the_peers_memory(folder, two):
     assert len(said) == 4
 
 
+@pytest.mark.slow
 def test_a_tool_is_told_of_all_that_the_fused_norm_reads_and_writes(folder, two):
     for rank in two.run_task("kernels.peers_stand_in:told", {"folder": folder}, limit_s=60):
         assert rank[:3] == ("all_reduce", True, True)
@@ -68,6 +69,7 @@ def one_and_two_shots(folder, ranks, **work):
     assert all(other == (first, taken) for other in others)
 
 
+@pytest.mark.slow
 def test_two_shots_give_the_bits_of_one(folder, two):
     one_and_two_shots(folder, two, dtypes=["bfloat16"], shapes=[[3, 130]])
 

@@ -286,6 +286,7 @@ def test_ways_to_attend_are_listed_once_for_alike_sizes():
     assert len(asked) == before + once
 
 
+@pytest.mark.slow
 def test_the_place_of_a_batch_in_its_buffer_needs_no_other_variant(tmp_path):
     """Else kernels would be compiled one by one while graphs are captured: the warm-up has one batch size."""
     child = Path(__file__).with_name("batches_child.py")

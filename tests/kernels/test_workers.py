@@ -38,6 +38,7 @@ def printed_by(child, *arguments, cache):
 
 
 @pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_workers_compile_and_this_process_loads(broken, tmp_path):
     """Two variants, twice: by two workers, and then by nobody, since the cache has them. Without workers, by this process."""
     found = json.loads(printed_by(CHILD, *(["broken"] if broken else []), cache=tmp_path))

@@ -147,6 +147,7 @@ def test_all_groups_of_a_rank_are_closed_where_one_fails_to_end():
 
 
 @pytest.mark.parametrize("beats", [True, False])
+@pytest.mark.slow
 def test_a_rank_that_is_late_and_lives_is_named_by_the_rank_that_waited(beats):
     over = threading.Event()
 

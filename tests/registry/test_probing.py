@@ -80,6 +80,7 @@ def test_harm_is_not_remembered(install, probe):
     assert "is missing" in by_name(Registry(probe=PluginProbe(cache=probe.cache)))["chip"].reason
 
 
+@pytest.mark.slow
 def test_a_plugin_that_changes_global_state_is_told_of(install, probe, monkeypatch):
     """Also where it's the first to import torch, so that nobody knows what torch was like before."""
     monkeypatch.delenv("CHIP_HOME", raising=False)

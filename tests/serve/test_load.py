@@ -18,6 +18,7 @@ from serve.load import cases, drive
 from serve.test_api import everything_is_back
 
 
+@pytest.mark.slow
 def test_a_small_load(server, reference):
     outcome = asyncio.run(drive(server.url, cases(reference, count=6, most=8), requests=60, at_once=20))
     assert outcome.wrong == []

@@ -213,6 +213,7 @@ def acceptance(proposer, **config):
     return engine.stats.acceptance_length
 
 
+@pytest.mark.slow
 def test_trees_accept_more_than_chains():
     chain = acceptance(EagleProposer(tiny.eagle_head(), draft_tokens=3))
     alike = acceptance(EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=1, depth=3)))

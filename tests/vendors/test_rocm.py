@@ -78,6 +78,7 @@ for emulation_hip.ARCHITECTURE in ("gfx942", "gfx950:sramecc+"):
 """
 
 
+@pytest.mark.slow
 def test_the_policy_by_architecture_and_option():
     """Both in one process, which takes longer to start than to answer."""
     done = child("-c", POLICY)

@@ -23,6 +23,7 @@ def sim():
     return get_backend("sim")
 
 
+@pytest.mark.slow
 def test_18_memory_goes_back_while_another_stream_reads_it(sim):
     """What another engine handed over is let go as soon as its use is enqueued; its memory is the giver's again."""
     moving = program(request(6, 12, moves=(3,)), request(3, 14, start=40))

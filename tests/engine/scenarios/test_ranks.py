@@ -91,6 +91,7 @@ DIVIDED = [
 
 
 @pytest.mark.parametrize("setup", DIVIDED, ids=str)
+@pytest.mark.slow
 def test_ranks_that_divide_experts_give_the_tokens_of_one(explorer, setup):
     """With fences alone: no finding on any rank, also with an idle rank."""
     assert once(explorer, setup, strategy="mixed") is None
