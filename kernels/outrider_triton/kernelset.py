@@ -503,15 +503,15 @@ class TritonKernels(KernelSet):
         return ResidualStream(x.kernels, x.rows, made)
 
     def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:
-        """Mix the experts; one kernel multiplies a shared expert's gate, applies the gate and adds the expert's result."""
-        return experts_stream(self, x, block, self._add_shared)
+        """Mix the experts; the gate and up product of a shared expert applies the activation itself."""
+        return experts_stream(self, x, block, self.fused.mlp)
 
-    def _add_shared(self, value: Tensor, x: Tensor, shared: MlpBlock, gate: Weight) -> None:
-        result = self.fused.mlp(x, shared)
+    def _add_gated(self, value: Tensor, result: Tensor, x: Tensor, gate: Weight) -> None:
+        """Multiply a shared expert's gate, apply the gate and add the expert's result in one kernel."""
         if isinstance(gate, Tensor) and has_kernel(x):
             _TRITON.add_gated.triton(value, result, x, gate, self.pdl)
         else:
-            value.add_(torch.sigmoid(linear(self, x, gate)) * result)
+            super()._add_gated(value, result, x, gate)
 
     def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
         """Compose the recurrent block of its kernels, and defer the output product until the next norm."""

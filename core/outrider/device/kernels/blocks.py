@@ -206,7 +206,7 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
     @composes(*PRODUCTS, *NORMS, "silu_mul", "route", "experts", "experts_quantized")
     def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:
         """Route the norm of the stream to experts, and add the shared expert, weighted by the sigmoid of its gate."""
-        return experts_stream(self, x, block, self._add_shared_expert)
+        return experts_stream(self, x, block, self._mlp)
 
     @composes(*PRODUCTS, *NORMS, *RECURRENCES, "gated_rms_norm")
     def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
@@ -228,8 +228,11 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
         mixed, _, gates = kept
         _recur(self, mixed, gates, block, tokens, counts, decodes=True)
 
-    def _add_shared_expert(self, value: Tensor, x: Tensor, shared: MlpBlock, gate: Weight) -> None:
-        value.add_(torch.sigmoid(linear(self, x, gate)) * self._mlp(x, shared))
+    def _add_gated(self, value: Tensor, result: Tensor, x: Tensor, gate: Weight) -> None:
+        """Add a shared expert's ``result`` [T, H], times the sigmoid of the product of ``x`` [T, H] and ``gate`` [1, H], to
+        ``value`` [T, H].
+        """
+        value.add_(torch.sigmoid(linear(self, x, gate)) * result)
 
     def _mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
         gated = self.silu_mul(linear(self, x, block.gate_up, block.gate_up_bias))
@@ -282,15 +285,9 @@ def attended_rows(
 
 
 def experts_stream(
-    kernels: BlockKernels,
-    x: ResidualStream,
-    block: ExpertsBlock,
-    add_shared: Callable[[Tensor, Tensor, MlpBlock, Weight], None],
+    kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock, mlp: Callable[[Tensor, MlpBlock], Tensor]
 ) -> ResidualStream:
-    """Compute a block of experts with the primitives of ``kernels``.
-
-    ``add_shared(value, normed, shared, gate)`` adds the result of a shared expert and its gate to ``value`` [T, H], in place.
-    """
+    """Compute a block of experts with the primitives of ``kernels``, and the shared expert, if there is one, with ``mlp``."""
     normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
     logits = linear(kernels, normed, block.router)
     held = {} if block.held is None else {"held": block.held}  # kernels of one rank may not know the option
@@ -300,7 +297,7 @@ def experts_stream(
     else:
         value = kernels.experts(normed, shares, chosen, plain(block.gate_up), plain(block.down))
     if block.shared is not None and block.shared_gate is not None:
-        add_shared(value, normed, block.shared, block.shared_gate)
+        kernels._add_gated(value, mlp(normed, block.shared), normed, block.shared_gate)
     return contributed(kernels, x.rows, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
 
 
