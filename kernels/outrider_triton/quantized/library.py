@@ -17,7 +17,7 @@ from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.operators import flat_rows, quantized_rows, weight_of_operands
 
-_ROWS_MULTIPLE = 4
+ROWS_MULTIPLE = 4
 """Number of rows of which cuBLAS takes multiples if each group of their columns has a scale: 16 bytes of scales."""
 
 
@@ -99,7 +99,7 @@ def _library(
     if scaled and 0 < activation_group < shape[1]:
         m = flat.shape[0]
         flat, by_group = quantized_rows(
-            flat, activations, activation_group, input_scale, data.dtype, pdl, by_group=_ROWS_MULTIPLE
+            flat, activations, activation_group, input_scale, data.dtype, pdl, by_group=ROWS_MULTIPLE
         )
         product = torch._scaled_mm(
             flat, data.t(), scale_a=by_group, scale_b=scales.float().t(), out_dtype=torch.bfloat16, use_fast_accum=False

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.device import KernelSet, QuantizedWeight, RotaryArgs
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.products.operands import QuantizedProduct
-from outrider_triton.quantized import library as _library_ops  # noqa: F401  (these register the operators)
+from outrider_triton.quantized import library
 from outrider_triton.quantized import operators as _quantized_ops  # noqa: F401
 from outrider_triton.quantized.activations import quantizes_gated
 from outrider_triton.quantized.formats import TRITON_FORMATS
@@ -455,7 +455,7 @@ class QuantizedProducts:
             _TRITON.linear_quantized.library(sample, *library_operands(weight, bias), False, self._facts.fp8, self._pdl)
             if product_plan is not None and product_plan.library_blocks:
                 options = weight.activations or "", _group(weight), weight.input_scale, weight.data.dtype, self._pdl
-                quantized_rows(sample, *options, by_group=4)
+                quantized_rows(sample, *options, by_group=library.ROWS_MULTIPLE)
             scales_sums = TRITON_FORMATS[weight.format].scales_library_sums
             if scales_sums and product_plan is not None and _library_takes_stored(x, weight, product_plan):
                 sums = sample.new_empty((sample.shape[0], weight.shape[0]), dtype=torch.int32)
