@@ -100,8 +100,11 @@ class StreamedOutput:
                 for output in outputs:
                     self.tokens.extend(output.tokens)
                     if output.text is not None:
-                        drafted, own = split_text(output, engine.tokenizer)
-                        self._append_text(drafted + own, (highlight(drafted) if drafted else "") + own, write)
+                        self.text += output.text
+                        if write is not None and output.text:
+                            drafted, own = split_text(output, engine.tokenizer)
+                            write((highlight(drafted) if drafted else "") + own)
+                            sys.stdout.flush()
                     elif write is not None:
                         self._write_token_ids(output.tokens, write)
                     if output.finish_reason is not None:
@@ -131,12 +134,6 @@ class StreamedOutput:
         begin = "" if len(tokens) == len(self.tokens) else ","
         if tokens:
             write(begin + ",".join(map(str, tokens)))
-            sys.stdout.flush()
-
-    def _append_text(self, piece: str, formatted: str, write: Callable[[str], object] | None) -> None:
-        self.text += piece
-        if write is not None and piece:
-            write(formatted)
             sys.stdout.flush()
 
     def data(self, engine: Engine) -> dict[str, object]:
@@ -248,10 +245,10 @@ def split_text(output: StepOutput, tokenizer: Tokenizer) -> tuple[str, str]:
     The first part is empty if the text of the last token can't be told from the text before it.
     """
     piece = output.text or ""
+    if not output.drafted:
+        return "", piece
     own = tokenizer.decode(output.tokens[output.drafted :])
-    if output.drafted and piece.endswith(own):
-        return piece[: len(piece) - len(own)], own
-    return "", piece
+    return (piece[: len(piece) - len(own)], own) if piece.endswith(own) else ("", piece)
 
 
 def _compare(
