@@ -99,7 +99,7 @@ class RandomModel:
         ``kv_dtype`` is the format of the KV cache. With ``batch_invariant``, the model uses batch-invariant kernels.
         """
         from outrider.cli.options.models import vocabulary_of
-        from outrider.model import Decoder, DraftVocabulary, check_draft_format, with_output_head
+        from outrider.model import Decoder, DraftVocabulary, with_output_head
         from outrider.speculative.eagle import EagleProposer
         from outrider.speculative.parallel import BlockProposer
         from outrider.speculative.plugin import STORED
@@ -126,8 +126,6 @@ class RandomModel:
         if self.speculate == "none":
             return model, None
         rounding = None if self.draft_weights == STORED else self.draft_weights
-        if rounding is not None:
-            check_draft_format(rounding, device)
         output = model
         if rounding is not None or vocabulary is not None:
             output = with_output_head(model, backend=device, format=rounding, vocabulary=vocabulary)
