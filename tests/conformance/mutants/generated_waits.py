@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 
 from conformance.mutants.catalogue import patch, patched
 from conformance.mutants.generated import reach
@@ -162,58 +163,55 @@ def query_half(base):
     base.stream._query = query
 
 
-def scope_depth(base):
-    from contextlib import contextmanager
+def spoil_scope_exit(base, spoil):
+    """Call ``spoil(thread, scopes, before, stream)`` where a scope was left: the thread's state, the streams of its scopes
+    with the one left, and the stream before.
+    """
 
     @patched(base.backend, "_on")
     @contextmanager
     def on(original, self, stream):
-        depth = getattr(self._thread, "depth", 0)
-        before = getattr(self._thread, "stream", None)
-        self._thread.depth = depth + 1
-        try:
-            with original(self, stream):
-                yield
-        finally:
-            self._thread.depth = depth
-            if depth == 2 and before is not None:
-                reach()
-                self._thread.stream = stream
-
-
-def scope_thread(base):
-    from contextlib import contextmanager
-
-    @patched(base.backend, "_on")
-    @contextmanager
-    def on(original, self, stream):
-        before = getattr(self._thread, "stream", None)
-        try:
-            with original(self, stream):
-                yield
-        finally:
-            if before not in (None, stream) and threading.current_thread() is not threading.main_thread():
-                reach()
-                self._thread.stream = stream
-
-
-def scope_reentered(base):
-    """Leaving a scope removes the stream's outermost scope."""
-    from contextlib import contextmanager
-
-    @patched(base.backend, "_on")
-    @contextmanager
-    def on(original, self, stream):
-        scopes = self._thread.scopes = getattr(self._thread, "scopes", [])
+        thread = self._thread
+        before = getattr(thread, "stream", None)
+        scopes = thread.scopes = getattr(thread, "scopes", [])
         scopes.append(stream)
         try:
             with original(self, stream):
                 yield
         finally:
-            scopes.remove(stream)
-            if scopes and scopes[-1] is not self._thread.stream:
-                reach()
-                self._thread.stream = scopes[-1]
+            spoil(thread, scopes, before, stream)
+
+
+def scope_depth(base):
+    def spoil(thread, scopes, before, stream):
+        scopes.pop()
+        if len(scopes) == 2 and before is not None:
+            reach()
+            thread.stream = stream
+
+    spoil_scope_exit(base, spoil)
+
+
+def scope_thread(base):
+    def spoil(thread, scopes, before, stream):
+        scopes.pop()
+        if before not in (None, stream) and threading.current_thread() is not threading.main_thread():
+            reach()
+            thread.stream = stream
+
+    spoil_scope_exit(base, spoil)
+
+
+def scope_reentered(base):
+    """Leaving a scope removes the stream's outermost scope."""
+
+    def spoil(thread, scopes, before, stream):
+        scopes.remove(stream)
+        if scopes and scopes[-1] is not thread.stream:
+            reach()
+            thread.stream = scopes[-1]
+
+    spoil_scope_exit(base, spoil)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
