@@ -180,6 +180,7 @@ def test_a_batch_that_is_never_whole_is_not_timed():
     assert len(run_batch(engine, batch=2, prompt_tokens=20, new_tokens=6).seconds) > 2
 
 
+@pytest.mark.slow
 def test_what_was_not_timed_is_listed_and_the_rest_measured(outrider, monkeypatch):
     def timed(engine, batch, prompt_tokens, new_tokens):
         return DecodeIterations([], [], 0, 0.0) if batch == 2 else run_batch(engine, batch, prompt_tokens, new_tokens)

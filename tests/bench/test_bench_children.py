@@ -14,6 +14,7 @@ from processes import gone
 SMALL = ("--shape", "tiny", "--dtype", "float32")
 
 
+@pytest.mark.slow
 def test_a_start_in_stages(outrider):
     result = outrider("bench", "startup", "--backend", "cpu", *SMALL, "--batch", "2", "--graphs", "--json").json
     (start,) = result["starts"].values()
@@ -151,6 +152,7 @@ def test_a_child_that_takes_too_long_is_ended():
         run_child("outrider_bench.engine_start:time_start", {}, limit_s=0.01)
 
 
+@pytest.mark.slow
 def test_what_a_child_has_started_ends_with_it(tmp_path):
     """An engine's own processes would hold the device, and the next engine would be measured beside them."""
     (tmp_path / "lingering.py").write_text(

@@ -96,6 +96,7 @@ def test_attention_is_measured_with_its_plan(outrider, monkeypatch):
     assert all(row["us"] > 0 and row["own_us"] > 0 for row in result["results"])
 
 
+@pytest.mark.slow
 def test_random_weights(outrider):
     result = outrider(
         *("bench", "decode", "--backend", "cpu", "--shape", "tiny", "--dtype", "float32"),

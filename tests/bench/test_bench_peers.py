@@ -244,6 +244,7 @@ def test_an_interpreter_for_vllm_starts_vllm_alone(asked, outrider, tmp_path):
     assert asked.interpreters == {"outrider": sys.executable, "vllm": str(python)}
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_less_work_has_no_figures(child, tmp_path):
     installed(tmp_path, "vllm", VLLM.replace("params[i].count) for i", "params[i].count - 1) for i"))
     arguments = ("--engines", "vllm", "--speculate", "none", "--repeat", "1", *WORK)

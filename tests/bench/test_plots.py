@@ -30,6 +30,7 @@ def test_the_gap_is_that_of_the_logits():
     assert found["gap_roundings"] == pytest.approx(found["gap"] / unit)
 
 
+@pytest.mark.slow
 def test_a_plot_of_iterations_against_the_limit(outrider, tmp_path):
     file = tmp_path / "limits.svg"
     arguments = ("--batch", "1,2", "--prompt-tokens", "8,16", "--new-tokens", "12", "--plot", str(file), "--json")

@@ -83,6 +83,7 @@ def test_waivers_show(summary):
     assert "**passed with waivers**" in summary([row("cpu")], {"cpu": report("cpu", result="passed with waivers")}).stdout
 
 
+@pytest.mark.slow
 def test_a_real_report(summary, tmp_path):
     from outrider_conformance.run import conform
 

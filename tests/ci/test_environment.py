@@ -59,6 +59,7 @@ def test_tests_start_from_a_known_environment(umask):
     assert done.stdout.splitlines() == ["True", "True", "0o22", "+0000", str(sorted(kept))], done.stderr
 
 
+@pytest.mark.slow
 def test_a_suite_in_the_background_passes():
     """Ctrl-C tests need SIGINT, which a shell without job control ignores for a background job."""
     done = hostile("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/registry/test_interruptions.py")

@@ -284,6 +284,7 @@ def test_a_spoilt_checkpoint(outrider, checkpoint, kind):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_full_disk_while_streaming(child, arguments):
     with open("/dev/full", "w") as full:
         result = child("generate", "--prompt", PROMPT, "--max-tokens", "8", *arguments, stdout=full)
@@ -300,6 +301,7 @@ def test_a_full_standard_error_takes_no_text_with_it(child):
     assert len(result.out) > 10
 
 
+@pytest.mark.slow
 def test_bars_and_their_control_codes_are_for_terminals(child):
     """CI systems set FORCE_COLOR, with which rich counts a pipe as a terminal."""
     result = child("generate", "--prompt", PROMPT, "--max-tokens", "2", FORCE_COLOR="1")

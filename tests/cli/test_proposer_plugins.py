@@ -138,6 +138,7 @@ def found(site, monkeypatch):
 
 
 @pytest.mark.usefixtures("found")
+@pytest.mark.slow
 def test_the_example_proposer_drafts_and_the_tokens_are_the_same(outrider):
     found = outrider(
         *("generate", "--prompt", "def read(self", "--max-tokens", "96", "--compare", "--json"),

@@ -69,6 +69,7 @@ MISSPELT = """
 """
 
 
+@pytest.mark.slow
 def test_a_misspelt_verb_is_one_error_and_ends_the_run(sick):
     sick(MISSPELT)
     with io.StringIO() as said:

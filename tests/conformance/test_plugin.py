@@ -25,6 +25,7 @@ def outcomes(report):
     return {test["id"]: test for test in report["tests"]}
 
 
+@pytest.mark.slow
 def test_runs_from_outside_with_plain_pytest(run_suite, tmp_path):
     done = run_suite("--backend", "cpu", "--level", "L0", "--report", "out")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,6 +47,7 @@ def test_runs_with_xdist(run_suite, tmp_path):
     assert {test["outcome"] for test in report["tests"]} == {"passed", "not declared", "not applicable"}
 
 
+@pytest.mark.slow
 def test_one_module_of_the_suite_can_be_named(run_suite, tmp_path):
     """Outside its root pytest gives such tests no path; the report names them all the same."""
     done = run_suite(
@@ -106,6 +108,7 @@ def test_deselected_tests_keep_a_level_from_passing(run_suite, tmp_path):
     assert report["reached"] == "L0"
 
 
+@pytest.mark.slow
 def test_a_skip_by_the_plugin_is_a_failure(sick):
     sick(
         """
@@ -121,6 +124,7 @@ def test_a_skip_by_the_plugin_is_a_failure(sick):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("code", [42, 128])
+@pytest.mark.slow
 def test_a_crash_is_told(sick, code):
     sick(
         f"""
@@ -134,6 +138,7 @@ def test_a_crash_is_told(sick, code):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["journal.jsonl", ".report.json."])
+@pytest.mark.slow
 def test_a_full_disk_is_told(sick, tmp_path, capfd, name):
     sick(
         f"""
@@ -216,6 +221,7 @@ def test_an_expired_waiver_excuses_nothing(sick, tmp_path):
     assert "expired on 2001-01-01" in outcomes(report)["test_l1_memory::test_memory_figures_are_numbers_of_bytes"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_waiver_that_is_not_needed_is_a_failure(tmp_path):
     report = conform("cpu", level="L1", waivers=waivers(tmp_path), extra=MEMORY_ALONE)
     assert report["levels"]["L1"]["result"] == "failed"

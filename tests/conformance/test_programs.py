@@ -121,6 +121,7 @@ def test_a_conviction_names_the_promise(conviction):
 
 
 @pytest.mark.parametrize(("backend", "code"), [(BROKEN, 1), ("sim", 0)])
+@pytest.mark.slow
 def test_a_failing_program_is_a_script_that_runs_alone(conviction, backend, code, monkeypatch):
     text = conviction[conviction.index('"""Run it:') :]
     monkeypatch.setattr(sys, "argv", ["failing.py", "--backend", backend, "--times", "3"])

@@ -87,6 +87,7 @@ def test_watching_goes_with_no_report(outrider, tmp_path):
     assert "neither --json nor --report" in result.json["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_test_that_does_not_exist_is_refused(outrider):
     result = outrider("conform", "--backend", "cpu", "--test", "test_l1_events::test_of_nobody")
     assert result.code == 1

@@ -157,6 +157,7 @@ def test_heads_of_another_rank_are_found(monkeypatch):
 
 
 @pytest.mark.parametrize(("side", "named"), [("prefill", "link to rank 3 of the decode server"), ("decode", "rank 3: ")])
+@pytest.mark.slow
 def test_a_link_that_fails_is_named_and_its_requests_start_again(side, named):
     """The link of one rank of a group fails; the other ranks' links of the request are closed, too."""
     given, broken = prompts(3, 5), 3

@@ -236,6 +236,7 @@ def test_a_fault_in_the_model_is_raised_once_and_the_engine_goes_on(device, expe
 
 @given(st.sampled_from(["lost", "stuck"]), st.integers(1, OPERATIONS), aborts, strategies, modes)
 @settings(max_examples=12, **COMMON)
+@pytest.mark.slow
 def test_a_device_that_is_gone_ends_it_with_what_is_known(device, expected, kind, number, aborts, strategy, mode):
     backend = start(device, strategy)
     run = Run(engine_on(device, "eagle", mode=mode), aborts)

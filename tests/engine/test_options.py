@@ -84,6 +84,7 @@ def generated(reference, prompt, penalty):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("speculate", ["eagle", "none"])
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
+@pytest.mark.slow
 def test_repetition_penalty_equals_generate(bundle64, reference, prompt_tokens, speculate, penalty):
     prompts = [tuple(tokens[:40]) for tokens in prompt_tokens[:6]]
     engine = bundle64.engine(speculate=speculate, max_requests=4, max_context=80, prefill_chunk=24, overlap=True)

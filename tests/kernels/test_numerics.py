@@ -122,6 +122,7 @@ VARIANTS = [(1, False, False), (1, True, True), (4, False, True), (4, True, Fals
         for j, heads in enumerate(HEADS)
     ],
 )
+@pytest.mark.slow
 def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settled, device, pdl):
     """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence;
     with the first block of the context read early, and without.
@@ -182,6 +183,7 @@ def test_uniforms_are_those_of_the_reference(device):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("vocabulary", [37, 5001])
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.slow
 def test_choices_do_not_depend_on_how_the_vocabulary_is_shared_out(vocabulary, kernels, device):
     batch, drafted = 3, 2
     generator = torch.Generator().manual_seed(vocabulary)

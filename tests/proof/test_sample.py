@@ -92,6 +92,7 @@ def test_a_fence_left_out_is_live_or_unused(setup, fence, half, consumer, result
     assert drop_fence(setup, fence, half, consumer, (1, 3, 7))["result"] == result
 
 
+@pytest.mark.slow
 def test_without_the_sanitizer_some_schedules_show_it_by_the_tokens():
     assert measure_rate(EngineSetup("eagle", "staged"), "results_copied", "host", 1, 4)["shown"]
     assert not run_once_checked(

@@ -36,6 +36,7 @@ CONFIG = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk
         pytest.param((2, 2), id="tensor2-data2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_tokens_are_those_of_one_rank(layout, proposer, mode):
     """The second round continues prefixes that the first one cached."""
     tensor, data = layout

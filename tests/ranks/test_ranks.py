@@ -289,6 +289,7 @@ def test_an_engine_that_follows_takes_no_calls():
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [TENSOR, BOTH])
+@pytest.mark.slow
 def test_a_request_goes_on_in_another_engine_of_the_same_ranks(layout):
     def body(ranks):
         first, second = engine_of(ranks, overlap=True), engine_of(ranks, overlap=True)

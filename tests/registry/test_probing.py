@@ -26,6 +26,7 @@ def by_name(registry):
     return {candidate.name: candidate for candidate in registry.candidates()}
 
 
+@pytest.mark.slow
 def test_harmful_plugins_take_nobody_down(install, probe, caplog):
     for name, (source, _) in HARMFUL.items():
         install(name, source, probed=True)

@@ -126,6 +126,7 @@ def parameters(surface, path):
     return [(p.name, str(p.kind), p.default) for p in surface.signature(path).parameters.values()]
 
 
+@pytest.mark.slow
 def test_the_emulation_has_torch_npus_names_and_signatures(torch_npu_surface):
     compared = []
     for path, _ in emulated_names():

@@ -184,6 +184,7 @@ def test_10_reads_are_declared_done_before_they_are(sim, mode):
     assert FindingKind.WRITE_AFTER_READ in kinds
 
 
+@pytest.mark.slow
 def test_11_a_hand_over_on_another_stream_than_the_stash(sim):
     """The state of a request that arrives is written on schedule, where *published* covers the lengths alone."""
     moving = program(request(6, 12, moves=(2,)), request(3, 14, start=40))

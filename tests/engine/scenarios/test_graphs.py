@@ -47,6 +47,7 @@ def vision_engine(backend, directory):
     return Engine(target, backend, proposer=proposer, config=config, vision=tower)
 
 
+@pytest.mark.slow
 def test_5_positions_that_never_reach_the_graph(sim, tmp_path, monkeypatch):
     """Positions on three axes are planned anew, and the replay reads those of the batch before."""
     write_vision_checkpoint(tmp_path, "qwen2_vl")

@@ -58,6 +58,7 @@ def named(name):
     return decision_named(report), report
 
 
+@pytest.mark.slow
 def test_20_ranks_accept_different_counts(explorer):
     """A tie of logits goes the other way on one rank. Where each rank decides, they come apart; here the first one does."""
     decision, report = named("accepted-counts")
@@ -66,6 +67,7 @@ def test_20_ranks_accept_different_counts(explorer):
     assert once(explorer, SPLIT, inject="ulp") is None
 
 
+@pytest.mark.slow
 def test_padding_of_an_idle_rank_has_one_writer(explorer):
     """An idle rank decodes padding alone, all of it at page 0: several of its rows would write one slot of a history."""
     setup = replace(IDLE, proposer="suffix+eagle")
