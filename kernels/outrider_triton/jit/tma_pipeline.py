@@ -251,21 +251,28 @@ def _end_scaled_unit(pipeline, unit, sums, scales, LATER: gl.constexpr):
 
 
 @gluon.jit
-def _sum_of_scaled_parts(pipeline, tile, total, blocks, ROWS: gl.constexpr, STEPS: gl.constexpr):
-    """Compute :func:`_sum_of_parts` of a folded tile whose pieces have scales of their own. ``blocks``, ROWS: see
+def _sum_of_scaled_parts(
+    pipeline, tile, total, blocks, FOLD: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr
+):
+    """Compute :func:`_sum_of_parts` of a tile whose pieces have scales of their own. ``blocks``, ROWS: see
     :func:`multiply_halves`.
     """
     x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program = blocks
     PIECES: gl.constexpr = pipeline[0].shape[0] // pipeline[2].shape[0]
     WIDTH: gl.constexpr = total.shape[1]
-    BLOCK_M: gl.constexpr = WIDTH // 2
+    BLOCK_M: gl.constexpr = WIDTH // 2 if FOLD else WIDTH
     layout: gl.constexpr = total.type.layout
     index = gl.arange(0, 2 * PAIRS, gl.SliceLayout(1, layout))
-    row = gl.minimum(gl.program_id(0) * pairs_per_program + tile * PAIRS + index % PAIRS, n - 1)
+    row = gl.program_id(0) * pairs_per_program + tile * PAIRS + index % PAIRS
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     token = gl.minimum(gl.program_id(2) * BLOCK_M + column % BLOCK_M, m - 1)
-    row_scales = scales + row // ROWS * scale_columns + index // PAIRS * (STEPS * PIECES)
-    token_scales = x_scales + token * x_groups + column // BLOCK_M * (STEPS * PIECES)
+    token_scales = x_scales + token * x_groups
+    if FOLD:
+        row_scales = scales + gl.minimum(row, n - 1) // ROWS * scale_columns + index // PAIRS * (STEPS * PIECES)
+        token_scales += column // BLOCK_M * (STEPS * PIECES)
+    else:
+        row += (row // PAIRS + index // PAIRS) * PAIRS
+        row_scales = scales + gl.minimum(row, n - 1) // ROWS * scale_columns
     pointers = row_scales, token_scales
     for pair in range(STEPS // 2):
         unit = tile * STEPS + 2 * pair
@@ -283,7 +290,7 @@ def _sum_of_scaled_parts(pipeline, tile, total, blocks, ROWS: gl.constexpr, STEP
 
 
 @gluon.jit
-def _product(pipeline, tile, blocks, ROWS: gl.constexpr, STEPS: gl.constexpr):
+def _product(pipeline, tile, blocks, FOLD: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr):
     """Multiply the program's ``tile`` by the tokens; return [2 PAIRS, tokens] in float32, low rows first.
 
     One product runs while the next begins, so the pipeline needs two stages or more. ``blocks``, ROWS: see
@@ -296,7 +303,7 @@ def _product(pipeline, tile, blocks, ROWS: gl.constexpr, STEPS: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS])
     total = gl.zeros([2 * PAIRS, WIDTH], gl.float32, layout)
     if blocks is not None:
-        total = _sum_of_scaled_parts(pipeline, tile, total, blocks, ROWS, STEPS)
+        total = _sum_of_scaled_parts(pipeline, tile, total, blocks, FOLD, ROWS, STEPS)
     elif BITS == 8:
         total = _sum_of_parts(pipeline, tile, total, STEPS)
     else:
@@ -329,11 +336,11 @@ def multiply_halves(
     """Multiply the program's ``tile`` by the tokens; return its low and its high rows, [PAIRS, BLOCK_M] each in ``layout``.
     FOLD: only the valid half of each.
 
-    ``blocks``: the scales of a folded product whose operands have one for each piece of columns, and the weight for each ROWS
+    ``blocks``: the scales of a product whose operands have one for each piece of columns, and the weight for each ROWS
     rows of it: (x_scales [m, x_groups], x_groups, scales [.., scale_columns], scale_columns, m, n, pairs_per_program). The
     result is scaled. None: the sums are returned unscaled.
     """
-    buffer.store(_product(pipeline, tile, blocks, ROWS, STEPS))
+    buffer.store(_product(pipeline, tile, blocks, FOLD, ROWS, STEPS))
     low = buffer.slice(0, PAIRS, 0)
     high = buffer.slice(PAIRS, PAIRS, 0)
     if FOLD:

@@ -36,6 +36,48 @@ def _pairs_and_tokens(BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
+def _load_early(operands, destination, token_mask, row, mask, ROWS: gl.constexpr, BLOCKS: gl.constexpr, ADD: gl.constexpr):
+    """Load what the epilogue of the rows ``row`` needs, so that the loads overlap with the product: the rows' scales, and
+    the values that the product is added to.
+    """
+    _, _, _, scales, _, _, _, _, _ = operands
+    factor = gl.zeros(row.shape, gl.float32, row.type.layout)
+    if ROWS and not BLOCKS:
+        factor = gl.load(scales + row // ROWS, mask=mask, other=0.0).to(gl.float32)
+    previous = gl.zeros([1, 1], gl.float32, _LAYOUT)
+    if ADD:
+        inside = token_mask & mask[:, None]
+        previous = gl.load(destination + row[:, None], mask=inside, other=0.0).to(gl.float32)
+    return factor, previous
+
+
+@gluon.jit
+def _store_rows(
+    total,
+    operands,
+    destination,
+    divisor,
+    early,
+    token_mask,
+    row,
+    mask,
+    ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    ADD: gl.constexpr,
+):
+    """Scale the sums ``total`` of the rows ``row``, add the bias and what was loaded ``early``, and store them."""
+    bias, _, _, _, _, out, _, _, _ = operands
+    factor, previous = early
+    if ROWS and not BLOCKS:
+        total *= factor[:, None] * divisor[None, :]
+    if bias is not None:
+        total += gl.load(bias + row, mask=mask, other=0.0).to(gl.float32)[:, None]
+    if ADD:  # rounded before the sum, like a separate addition kernel
+        total = total.to(out.dtype.element_ty).to(gl.float32) + previous
+    gl.store(destination + row[:, None], total.to(out.dtype.element_ty), mask=token_mask & mask[:, None])
+
+
+@gluon.jit
 def _store(
     operands,
     pipeline,
@@ -47,48 +89,37 @@ def _store(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    bias, x_scales, x_groups, scales, scale_columns, out, m, n, pairs_per_program = operands
+    _, x_scales, x_groups, scales, scale_columns, out, m, n, pairs_per_program = operands
     BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
     lane, token = _pairs_and_tokens(BLOCK_M)
     token_mask = (token < m)[None, :]
     destination = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
     wait_for_previous_kernel(PDL)
+    divisor = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, _LAYOUT))
     if ROWS and not BLOCKS:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     for tile in range(gl.cdiv(pairs_per_program, PAIRS)):
         index = tile * PAIRS + lane
         row = gl.program_id(0) * pairs_per_program + index
-        row_mask = (index < pairs_per_program) & (row < n)
-        if ROWS and not BLOCKS:  # loads that overlap with the product
-            factor = gl.load(scales + row // ROWS, mask=row_mask, other=0.0).to(gl.float32)
-        if ADD:
-            previous = gl.load(destination + row[:, None], mask=token_mask & row_mask[:, None], other=0.0).to(gl.float32)
+        if not FOLD:
+            row += row // PAIRS * PAIRS
+        mask = (index < pairs_per_program) & (row < n)
+        early = _load_early(operands, destination, token_mask, row, mask, ROWS, BLOCKS, ADD)
+        if not FOLD:
+            high_row = row + PAIRS
+            high_mask = (index < pairs_per_program) & (high_row < n)
+            high_early = _load_early(operands, destination, token_mask, high_row, high_mask, ROWS, BLOCKS, ADD)
         if BLOCKS:
             blocks = x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program
             low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT, blocks, ROWS)
         else:
             low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
-            total = low + high
-            if ROWS and not BLOCKS:
-                total *= factor[:, None] * divisor[None, :]
-            if bias is not None:
-                total += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
-            if ADD:  # rounded before the sum, like a separate addition kernel
-                total = total.to(out.dtype.element_ty).to(gl.float32) + previous
-            gl.store(destination + row[:, None], total.to(out.dtype.element_ty), mask=token_mask & row_mask[:, None])
-        else:
-            row += row // PAIRS * PAIRS
-            gl.store(
-                destination + row[:, None],
-                low.to(out.dtype.element_ty),
-                mask=token_mask & ((index < pairs_per_program) & (row < n))[:, None],
-            )
-            row += PAIRS
-            gl.store(
-                destination + row[:, None],
-                high.to(out.dtype.element_ty),
-                mask=token_mask & ((index < pairs_per_program) & (row < n))[:, None],
+            low += high
+        _store_rows(low, operands, destination, divisor, early, token_mask, row, mask, ROWS, BLOCKS, ADD)
+        if not FOLD:
+            _store_rows(
+                high, operands, destination, divisor, high_early, token_mask, high_row, high_mask, ROWS, BLOCKS, ADD
             )
 
 
@@ -119,8 +150,8 @@ def streamed_linear(
     the columns, block of tokens).
 
     A product in parts isn't folded, and has no bias. ROWS: both operands are quantised, ``x`` by ``x_scales [m]``, and the
-    weight by one of ``scales`` per ROWS rows; 0: neither is. Quantised products are folded. BLOCKS: each piece of columns has
-    its own scales, ``x_scales [m, x_groups]`` and ``scales [.., scale_columns]``. ADD: add to ``out``; only folded products.
+    weight by one of ``scales`` per ROWS rows; 0: neither is. BLOCKS: each piece of columns has its own scales, ``x_scales [m,
+    x_groups]`` and ``scales [.., scale_columns]``. ADD: add to ``out``.
     """
     pipeline = make_pipeline(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(pipeline)
