@@ -36,45 +36,22 @@ def _pairs_and_tokens(BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _load_early(operands, destination, token_mask, row, mask, ROWS: gl.constexpr, BLOCKS: gl.constexpr, ADD: gl.constexpr):
-    """Load what the epilogue of the rows ``row`` needs, so that the loads overlap with the product: the rows' scales, and
-    the values that the product is added to.
-    """
-    _, _, _, scales, _, _, _, _, _ = operands
-    factor = gl.zeros(row.shape, gl.float32, row.type.layout)
-    if ROWS and not BLOCKS:
-        factor = gl.load(scales + row // ROWS, mask=mask, other=0.0).to(gl.float32)
-    previous = gl.zeros([1, 1], gl.float32, _LAYOUT)
-    if ADD:
-        inside = token_mask & mask[:, None]
-        previous = gl.load(destination + row[:, None], mask=inside, other=0.0).to(gl.float32)
-    return factor, previous
+def _load_factor(scales, row, mask, ROWS: gl.constexpr):
+    """Load the scales of the rows ``row``, one per ROWS rows; ones if ROWS is 0."""
+    if ROWS:
+        return gl.load(scales + row // ROWS, mask=mask, other=0.0).to(gl.float32)
+    else:
+        return gl.full([PAIRS], 1.0, gl.float32, gl.SliceLayout(1, _LAYOUT))
 
 
 @gluon.jit
-def _store_rows(
-    total,
-    operands,
-    destination,
-    divisor,
-    early,
-    token_mask,
-    row,
-    mask,
-    ROWS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    ADD: gl.constexpr,
-):
-    """Scale the sums ``total`` of the rows ``row``, add the bias and what was loaded ``early``, and store them."""
-    bias, _, _, _, _, out, _, _, _ = operands
-    factor, previous = early
-    if ROWS and not BLOCKS:
-        total *= factor[:, None] * divisor[None, :]
+def _store_rows(total, bias, address, out, row, token_mask, mask, previous, ADD: gl.constexpr):
+    """Add the bias, and with ADD what ``address`` had before, to the sums ``total`` of the rows ``row``, and store them."""
     if bias is not None:
         total += gl.load(bias + row, mask=mask, other=0.0).to(gl.float32)[:, None]
     if ADD:  # rounded before the sum, like a separate addition kernel
-        total = total.to(out.dtype.element_ty).to(gl.float32) + previous
-    gl.store(destination + row[:, None], total.to(out.dtype.element_ty), mask=token_mask & mask[:, None])
+        total = total.to(out.dtype.element_ty).to(gl.float32) + previous.to(gl.float32)
+    gl.store(address, total.to(out.dtype.element_ty), mask=token_mask & mask[:, None])
 
 
 @gluon.jit
@@ -89,26 +66,31 @@ def _store(
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    _, x_scales, x_groups, scales, scale_columns, out, m, n, pairs_per_program = operands
+    bias, x_scales, x_groups, scales, scale_columns, out, m, n, pairs_per_program = operands
     BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
+    ROW_SCALES: gl.constexpr = 0 if BLOCKS else ROWS
     lane, token = _pairs_and_tokens(BLOCK_M)
     token_mask = (token < m)[None, :]
     destination = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
     wait_for_previous_kernel(PDL)
-    divisor = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, _LAYOUT))
-    if ROWS and not BLOCKS:
+    if ROW_SCALES:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     for tile in range(gl.cdiv(pairs_per_program, PAIRS)):
         index = tile * PAIRS + lane
         row = gl.program_id(0) * pairs_per_program + index
         if not FOLD:
             row += row // PAIRS * PAIRS
+        high_row = row + PAIRS  # only used if not FOLD
         mask = (index < pairs_per_program) & (row < n)
-        early = _load_early(operands, destination, token_mask, row, mask, ROWS, BLOCKS, ADD)
-        if not FOLD:
-            high_row = row + PAIRS
-            high_mask = (index < pairs_per_program) & (high_row < n)
-            high_early = _load_early(operands, destination, token_mask, high_row, high_mask, ROWS, BLOCKS, ADD)
+        high_mask = (index < pairs_per_program) & (high_row < n)
+        # loads that overlap with the product
+        factor = _load_factor(scales, row, mask, ROW_SCALES)
+        address = destination + row[:, None]
+        high_address = destination + high_row[:, None]
+        if ADD:
+            previous = gl.load(address, mask=token_mask & mask[:, None], other=0.0)
+        else:
+            previous = 0.0
         if BLOCKS:
             blocks = x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program
             low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT, blocks, ROWS)
@@ -116,11 +98,15 @@ def _store(
             low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
             low += high
-        _store_rows(low, operands, destination, divisor, early, token_mask, row, mask, ROWS, BLOCKS, ADD)
+        if ROW_SCALES:
+            low *= factor[:, None] * divisor[None, :]
+        _store_rows(low, bias, address, out, row, token_mask, mask, previous, ADD)
         if not FOLD:
-            _store_rows(
-                high, operands, destination, divisor, high_early, token_mask, high_row, high_mask, ROWS, BLOCKS, ADD
-            )
+            if ROW_SCALES:
+                high *= _load_factor(scales, high_row, high_mask, ROW_SCALES)[:, None] * divisor[None, :]
+            if ADD:
+                previous = gl.load(high_address, mask=token_mask & high_mask[:, None], other=0.0)
+            _store_rows(high, bias, high_address, out, high_row, token_mask, high_mask, previous, ADD)
 
 
 @gluon.jit(do_not_specialize=["m", "pairs_per_program"])
