@@ -47,7 +47,7 @@ from outrider_triton.tiles.derive.attention import (
     derive_attention_launch,
     streamed_attention_bytes,
 )
-from outrider_triton.tiles.derive.products import choose_config, shared_bytes
+from outrider_triton.tiles.derive.products import MAX_FOLDED_TOKENS, choose_config, shared_bytes
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
 OF["gfx942"] = "MI300X"
@@ -230,13 +230,14 @@ def e4m3_in_a_ring(facts, config, operator, half, target):
     """A product of operands in e4m3 that come through a ring."""
     columns = min(config.block_k, PIECE_COLUMNS.value)
     ends = {"x": descriptor(config.block_m, columns, "fp8e4nv"), "w": descriptor(config.block_n, columns, "fp8e4nv")}
-    given = {**PLAIN, "FOLD": True, "ADD": False, "ROWS": 1, "HALF": half, "STEPS": 16, "PDL": facts.pdl}
-    given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
     kernels = {"linear_silu_mul": streamed.streamed_silu_mul, "linear_rope": streamed.streamed_rope_write_cache}
+    folded = 1 if operator in kernels or config.block_m > MAX_FOLDED_TOKENS else 2
+    given = {**PLAIN, "FOLD": folded == 2, "ADD": False, "ROWS": 1, "HALF": half, "STEPS": 16, "PDL": facts.pdl}
+    given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
     kernel = kernels.get(operator, streamed.streamed_linear)
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     types = {**ends, **BY_ROW, "maxima": WIDE, "k": "i32"}
-    held = registers(config, 1 if operator in kernels else 2, config.block_k // columns)
+    held = registers(config, folded, config.block_k // columns)
     return compiled(GluonASTSource, kernel, types, given, target, warps=config.warps, maxnreg=held)
 
 

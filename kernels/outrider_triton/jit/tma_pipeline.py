@@ -30,7 +30,7 @@ PAIRS = gl.constexpr(32)
 PIECE_COLUMNS = gl.constexpr(128)
 """Columns of 8-bit elements that the matrix unit accumulates at a time: its sums have few bits."""
 UNITS_AT_ONCE = gl.constexpr(2)
-"""Units of 8-bit elements whose products and sums overlap."""
+"""Units of 8-bit elements whose products and sums overlap: three need more registers than a thread has, and gain nothing."""
 MAX_BYTES_IN_FLIGHT = gl.constexpr(48 << 10)
 """Maximum bytes in flight per program while its pipeline fills, or two units: enough to load at memory's full rate."""
 

@@ -87,10 +87,9 @@ def _store(
         factor = _load_factor(scales, row, mask, ROW_SCALES)
         address = destination + row[:, None]
         high_address = destination + high_row[:, None]
+        previous = 0.0
         if ADD:
             previous = gl.load(address, mask=token_mask & mask[:, None], other=0.0)
-        else:
-            previous = 0.0
         if BLOCKS:
             blocks = x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program
             low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT, blocks, ROWS)

@@ -70,8 +70,14 @@ _PIPELINE_BYTES = ((184 << 10, 208 << 10, 128 << 10), (208 << 10, 160 << 10, 112
 
 The second row is for products that add to the residual, whose pipeline can fill during attention.
 """
+_SHARED_BYTES_PER_S = 225e9  # of one multiprocessor's shared memory
+# Seconds of a unit of 8-bit elements on an H200: per column while no other program runs on the multiprocessor, and per column
+# and token of the tile if pieces of columns have scales of their own.
+_LONE_UNIT_S_PER_COLUMN = 0.3e-9
+_SCALE_S_PER_SUM = 1e-11
 _TILE_FACTORS = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOX_FACTORS = {8: 1.015, 16: 1.005, 32: 1.0}  # smaller boxes are more copy-engine requests
+_BOX_FACTORS_8_BIT = {8: 1.06, 16: 1.01, 32: 1.0}
 
 
 def choose_config(
@@ -467,6 +473,12 @@ def estimate_seconds(
     matmul = (
         2.0 * config.block_m * n * k * padding * reread * -(-m // config.block_m) / (ACHIEVED_FLOPS_FRACTION * facts.flops)
     )
+    units_time = 0.0
+    if streamed and stored != UNQUANTIZED:
+        tiles = rounds * -(-each // _PAIRS) * columns // (config.block_k * (2 if folded else 1))
+        units_time = tiles * _unit_seconds(
+            config, config.block_m * (2 if folded else 1), stored, is_lone=min(resident, rounds) == 1
+        )
     parts_time = 0.0
     if config.split > 1:  # the norm reads the parts that the product writes
         parts_time = 8.0 * config.split * m * n / (CACHE_SPEEDUP * facts.bytes_per_second) + 0.7e-6 * config.split
@@ -479,8 +491,18 @@ def estimate_seconds(
     columns_fit = k % (config.split * config.block_k) == 0
     # 128-byte rows are more load requests than 256-byte rows.
     access_factor = (1.03 if columns_fit else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
-    factor = _BOX_FACTORS[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
-    return (max(memory, cache, matmul) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
+    box_factors = _BOX_FACTORS if stored == UNQUANTIZED else _BOX_FACTORS_8_BIT
+    factor = box_factors[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
+    return (max(memory, cache, matmul, units_time) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
+
+
+def _unit_seconds(config: MatmulConfig, width: int, stored: OperandStorage, *, is_lone: bool) -> float:
+    """Estimate the seconds of a unit of a streamed product with 8-bit operands and ``width`` columns of tokens: the copy
+    engine writes both operands to shared memory, and the matrix unit reads them.
+    """
+    shared = 2.0 * (2 * _PAIRS + width) * config.block_k / _SHARED_BYTES_PER_S
+    scaling = width * config.block_k * _SCALE_S_PER_SUM if stored.columns else 0.0
+    return shared + scaling + (config.block_k * _LONE_UNIT_S_PER_COLUMN if is_lone else 0.0)
 
 
 def _estimate_large_m(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> float:
