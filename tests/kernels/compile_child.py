@@ -374,6 +374,8 @@ STREAMED_E4M3 = [
     (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "ADD": True, "ROWS": 1, "STEPS": 7, "BLOCK_K": 256}),
     (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "BLOCKS": True, "ROWS": 128, "STEPS": 7, "BLOCK_K": 256}),
     (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "BLOCKS": True, "ADD": True, "ROWS": 128}),
+    (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "FOLD": False, "ADD": True, "ROWS": 1, "STEPS": 7}),
+    (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "FOLD": False, "BLOCKS": True, "ADD": True, "ROWS": 128}),
     (streamed.streamed_silu_mul, {"k": "i32", "maxima": WIDE, **BY_ROW}, {**PLAIN, "STEPS": 7, "ROWS": 1}),
     (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]

@@ -47,7 +47,7 @@ from outrider_triton.tiles.derive.attention import (
     derive_attention_launch,
     streamed_attention_bytes,
 )
-from outrider_triton.tiles.derive.products import choose_config, shared_bytes
+from outrider_triton.tiles.derive.products import MAX_FOLDED_TOKENS, choose_config, shared_bytes
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
 OF["gfx942"] = "MI300X"
@@ -199,7 +199,11 @@ def quantized_product(facts, config, even, name, operator, way, half, target):
     types |= {"x_scales": WIDE, "out": WIDE if config.split > 1 else HALF}
     aligned = ("x", "weight", "scales", "out", "n", "k", "x_stride", "scale_columns")
     if config.descriptor == STREAMED:
-        return in_a_ring(facts, config, half, target) if way.planes else e4m3_in_a_ring(facts, config, operator, half, target)
+        return (
+            in_a_ring(facts, config, half, target)
+            if way.planes
+            else e4m3_in_a_ring(facts, config, operator, way.mode == "block", half, target)
+        )
     kernel = nibble_planes.linear_planes if way.planes else quantized.linear_quantized
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     return compiled(ASTSource, kernel, types, given, target, warps=config.warps, stages=config.stages, aligned=aligned)
@@ -226,17 +230,19 @@ def in_a_ring(facts, config, half, target):
     return compiled(GluonASTSource, nibble_planes_streamed.streamed_planes, types, given, target)
 
 
-def e4m3_in_a_ring(facts, config, operator, half, target):
-    """A product of operands in e4m3 that come through a ring."""
+def e4m3_in_a_ring(facts, config, operator, blocks, half, target):
+    """A product of operands in e4m3 that come through a ring; ``blocks``: with scales of blocks."""
     columns = min(config.block_k, PIECE_COLUMNS.value)
     ends = {"x": descriptor(config.block_m, columns, "fp8e4nv"), "w": descriptor(config.block_n, columns, "fp8e4nv")}
-    given = {**PLAIN, "FOLD": True, "ADD": False, "ROWS": 1, "HALF": half, "STEPS": 16, "PDL": facts.pdl}
-    given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
     kernels = {"linear_silu_mul": streamed.streamed_silu_mul, "linear_rope": streamed.streamed_rope_write_cache}
+    folded = 1 if operator in kernels or config.block_m > MAX_FOLDED_TOKENS else 2
+    given = {**PLAIN, "FOLD": folded == 2, "ADD": False, "HALF": half, "STEPS": 16, "PDL": facts.pdl}
+    given |= {"ROWS": 128 if blocks else 1, "BLOCKS": blocks}
+    given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
     kernel = kernels.get(operator, streamed.streamed_linear)
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     types = {**ends, **BY_ROW, "maxima": WIDE, "k": "i32"}
-    held = registers(config, 1 if operator in kernels else 2, config.block_k // columns)
+    held = registers(config, folded, config.block_k // columns, blocks=blocks)
     return compiled(GluonASTSource, kernel, types, given, target, warps=config.warps, maxnreg=held)
 
 

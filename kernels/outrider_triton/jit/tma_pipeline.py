@@ -29,6 +29,8 @@ PAIRS = gl.constexpr(32)
 """Pairs of weight rows per tile."""
 PIECE_COLUMNS = gl.constexpr(128)
 """Columns of 8-bit elements that the matrix unit accumulates at a time: its sums have few bits."""
+UNITS_AT_ONCE = gl.constexpr(2)
+"""Units of 8-bit elements whose products and sums overlap: three need more registers than a thread has, and gain nothing."""
 MAX_BYTES_IN_FLIGHT = gl.constexpr(48 << 10)
 """Maximum bytes in flight per program while its pipeline fills, or two units: enough to load at memory's full rate."""
 
@@ -191,44 +193,10 @@ def _begin_unit(pipeline, unit, zeros):
 
 
 @gluon.jit
-def _end_unit(pipeline, unit, sums, LATER: gl.constexpr):
-    """Wait for the ``sums`` of a unit's pieces, release its stage and return their sum; LATER products of the next unit may
-    still run.
-    """
-    STAGES: gl.constexpr = pipeline[2].shape[0]
-    sums = warpgroup_mma_wait(LATER, deps=sums)
-    mbarrier.arrive(pipeline[3].index(unit % STAGES), count=1)
-    if pipeline[0].shape[0] == STAGES:
-        return sums
-    else:
-        return sums[0] + sums[1]
-
-
-@gluon.jit
-def _sum_of_parts(pipeline, tile, total, STEPS: gl.constexpr):
-    """Compute :func:`_product` for operands that the matrix unit accumulates in few bits: the columns of each piece
-    separately, two units at a time.
-
-    No product crosses iterations of the loop: the compiler would serialise the products.
-    """
-    PIECES: gl.constexpr = pipeline[0].shape[0] // pipeline[2].shape[0]
-    for pair in range(STEPS // 2):
-        unit = tile * STEPS + 2 * pair
-        one = _begin_unit(pipeline, unit, total)
-        two = _begin_unit(pipeline, unit + 1, total)
-        first = _end_unit(pipeline, unit, one, PIECES)
-        total += first + _end_unit(pipeline, unit + 1, two, 0)
-    if STEPS % 2:
-        last = tile * STEPS + STEPS - 1
-        total += _end_unit(pipeline, last, _begin_unit(pipeline, last, total), 0)
-    return total
-
-
-@gluon.jit
-def _load_scales(pointers, unit, PIECES: gl.constexpr):
-    """Load the scales of a unit's one or two pieces: for each piece those of the rows and those of the tokens."""
+def _load_scales(pointers, step, PIECES: gl.constexpr):
+    """Load the scales of a step's one or two pieces: for each piece those of the rows and those of the tokens."""
     rows, tokens = pointers
-    place = unit * PIECES
+    place = step * PIECES
     first = gl.load(rows + place).to(gl.float32), gl.load(tokens + place)
     if PIECES == 1:
         return (first,)
@@ -237,53 +205,91 @@ def _load_scales(pointers, unit, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def _end_scaled_unit(pipeline, unit, sums, scales, LATER: gl.constexpr):
-    """Do as :func:`_end_unit`, with the sum of each piece multiplied by its scales."""
-    STAGES: gl.constexpr = pipeline[2].shape[0]
-    sums = warpgroup_mma_wait(LATER, deps=sums)
-    mbarrier.arrive(pipeline[3].index(unit % STAGES), count=1)
-    rows, tokens = scales[0]
-    if pipeline[0].shape[0] == STAGES:
+def _scaled(sums, scales, SCALES: gl.constexpr):
+    """Return the sums of a piece, times its scales if it has SCALES."""
+    if SCALES:
+        rows, tokens = scales
         return sums * rows[:, None] * tokens[None, :]
     else:
-        second_rows, second_tokens = scales[1]
-        return sums[0] * rows[:, None] * tokens[None, :] + sums[1] * second_rows[:, None] * second_tokens[None, :]
+        return sums
 
 
 @gluon.jit
-def _sum_of_scaled_parts(pipeline, tile, total, blocks, ROWS: gl.constexpr, STEPS: gl.constexpr):
-    """Compute :func:`_sum_of_parts` of a folded tile whose pieces have scales of their own. ``blocks``, ROWS: see
-    :func:`multiply_halves`.
+def _end_unit(pipeline, unit, begun, LATER: gl.constexpr, SCALES: gl.constexpr):
+    """Wait for a unit that has ``begun``, release its stage and return the scaled sum of its pieces; LATER products of the
+    next unit may still run.
     """
-    x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program = blocks
+    STAGES: gl.constexpr = pipeline[2].shape[0]
+    sums, scales = begun
+    sums = warpgroup_mma_wait(LATER, deps=sums)
+    mbarrier.arrive(pipeline[3].index(unit % STAGES), count=1)
+    if pipeline[0].shape[0] == STAGES:
+        return _scaled(sums, scales[0], SCALES)
+    else:
+        return _scaled(sums[0], scales[0], SCALES) + _scaled(sums[1], scales[1], SCALES)
+
+
+@gluon.jit
+def _begin_scaled_unit(pipeline, unit, step, zeros, pointers, PIECES: gl.constexpr):
+    """Begin a unit and load its scales, if it has some; the loads overlap with the copies that are awaited."""
+    if pointers is None:
+        return _begin_unit(pipeline, unit, zeros), (0, 0)
+    else:
+        scales = _load_scales(pointers, step, PIECES)
+        return _begin_unit(pipeline, unit, zeros), scales
+
+
+@gluon.jit
+def _add_units(pipeline, tile, step, total, pointers, COUNT: gl.constexpr, STEPS: gl.constexpr):
+    """Add the products of COUNT steps of a tile, from ``step`` on, to ``total``. One unit is added while the next runs."""
     PIECES: gl.constexpr = pipeline[0].shape[0] // pipeline[2].shape[0]
-    WIDTH: gl.constexpr = total.shape[1]
-    BLOCK_M: gl.constexpr = WIDTH // 2
-    layout: gl.constexpr = total.type.layout
-    index = gl.arange(0, 2 * PAIRS, gl.SliceLayout(1, layout))
-    row = gl.minimum(gl.program_id(0) * pairs_per_program + tile * PAIRS + index % PAIRS, n - 1)
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    token = gl.minimum(gl.program_id(2) * BLOCK_M + column % BLOCK_M, m - 1)
-    row_scales = scales + row // ROWS * scale_columns + index // PAIRS * (STEPS * PIECES)
-    token_scales = x_scales + token * x_groups + column // BLOCK_M * (STEPS * PIECES)
-    pointers = row_scales, token_scales
-    for pair in range(STEPS // 2):
-        unit = tile * STEPS + 2 * pair
-        first_scales = _load_scales(pointers, 2 * pair, PIECES)  # the loads overlap with the copies that are awaited
-        second_scales = _load_scales(pointers, 2 * pair + 1, PIECES)
-        one = _begin_unit(pipeline, unit, total)
-        two = _begin_unit(pipeline, unit + 1, total)
-        first = _end_scaled_unit(pipeline, unit, one, first_scales, PIECES)
-        total += first + _end_scaled_unit(pipeline, unit + 1, two, second_scales, 0)
-    if STEPS % 2:
-        last = tile * STEPS + STEPS - 1
-        last_scales = _load_scales(pointers, STEPS - 1, PIECES)
-        total += _end_scaled_unit(pipeline, last, _begin_unit(pipeline, last, total), last_scales, 0)
+    unit = tile * STEPS + step
+    begun = _begin_scaled_unit(pipeline, unit, step, total, pointers, PIECES)
+    for later in gl.static_range(1, COUNT):
+        following = _begin_scaled_unit(pipeline, unit + later, step + later, total, pointers, PIECES)
+        total += _end_unit(pipeline, unit + later - 1, begun, PIECES, pointers is not None)
+        begun = following
+    return total + _end_unit(pipeline, unit + COUNT - 1, begun, 0, pointers is not None)
+
+
+@gluon.jit
+def _sum_of_parts(pipeline, tile, total, pointers, STEPS: gl.constexpr):
+    """Compute :func:`_product` for operands that the matrix unit accumulates in few bits: the columns of each piece
+    separately. ``pointers``: to the scales of the tile's rows and tokens, one for each piece; None: pieces aren't scaled.
+
+    No product crosses iterations of the loop: the compiler would serialise the products.
+    """
+    for group in range(STEPS // UNITS_AT_ONCE):
+        total = _add_units(pipeline, tile, group * UNITS_AT_ONCE, total, pointers, UNITS_AT_ONCE, STEPS)
+    if STEPS % UNITS_AT_ONCE:
+        rest: gl.constexpr = STEPS % UNITS_AT_ONCE
+        total = _add_units(pipeline, tile, STEPS - rest, total, pointers, rest, STEPS)
     return total
 
 
 @gluon.jit
-def _product(pipeline, tile, blocks, ROWS: gl.constexpr, STEPS: gl.constexpr):
+def _scale_pointers(
+    tile, blocks, layout: gl.constexpr, WIDTH: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Return the addresses of the first scales of the rows and of the tokens of a tile, whose halves are COLUMNS scales
+    apart if it is folded. ``blocks``, ROWS: see :func:`multiply_halves`.
+    """
+    x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program = blocks
+    BLOCK_M: gl.constexpr = WIDTH // 2 if FOLD else WIDTH
+    index = gl.arange(0, 2 * PAIRS, gl.SliceLayout(1, layout))
+    row = gl.program_id(0) * pairs_per_program + tile * PAIRS + index % PAIRS
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    token_scales = x_scales + gl.minimum(gl.program_id(2) * BLOCK_M + column % BLOCK_M, m - 1) * x_groups
+    if FOLD:
+        row_scales = scales + gl.minimum(row, n - 1) // ROWS * scale_columns + index // PAIRS * COLUMNS
+        return row_scales, token_scales + column // BLOCK_M * COLUMNS
+    else:
+        row += (row // PAIRS + index // PAIRS) * PAIRS
+        return scales + gl.minimum(row, n - 1) // ROWS * scale_columns, token_scales
+
+
+@gluon.jit
+def _product(pipeline, tile, blocks, FOLD: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr):
     """Multiply the program's ``tile`` by the tokens; return [2 PAIRS, tokens] in float32, low rows first.
 
     One product runs while the next begins, so the pipeline needs two stages or more. ``blocks``, ROWS: see
@@ -296,9 +302,10 @@ def _product(pipeline, tile, blocks, ROWS: gl.constexpr, STEPS: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS])
     total = gl.zeros([2 * PAIRS, WIDTH], gl.float32, layout)
     if blocks is not None:
-        total = _sum_of_scaled_parts(pipeline, tile, total, blocks, ROWS, STEPS)
+        pointers = _scale_pointers(tile, blocks, layout, WIDTH, FOLD, ROWS, STEPS * (weights.shape[0] // STAGES))
+        total = _sum_of_parts(pipeline, tile, total, pointers, STEPS)
     elif BITS == 8:
-        total = _sum_of_parts(pipeline, tile, total, STEPS)
+        total = _sum_of_parts(pipeline, tile, total, None, STEPS)
     else:
         for unit in range(tile * STEPS, (tile + 1) * STEPS):
             stage = unit % STAGES
@@ -329,11 +336,11 @@ def multiply_halves(
     """Multiply the program's ``tile`` by the tokens; return its low and its high rows, [PAIRS, BLOCK_M] each in ``layout``.
     FOLD: only the valid half of each.
 
-    ``blocks``: the scales of a folded product whose operands have one for each piece of columns, and the weight for each ROWS
+    ``blocks``: the scales of a product whose operands have one for each piece of columns, and the weight for each ROWS
     rows of it: (x_scales [m, x_groups], x_groups, scales [.., scale_columns], scale_columns, m, n, pairs_per_program). The
     result is scaled. None: the sums are returned unscaled.
     """
-    buffer.store(_product(pipeline, tile, blocks, ROWS, STEPS))
+    buffer.store(_product(pipeline, tile, blocks, FOLD, ROWS, STEPS))
     low = buffer.slice(0, PAIRS, 0)
     high = buffer.slice(PAIRS, PAIRS, 0)
     if FOLD:

@@ -15,7 +15,7 @@ from outrider_triton.launch import launch, power_of_two
 from outrider_triton.products.jit import large_m_gates, streamed
 from outrider_triton.quantized.jit import nibble_planes_gated, nibble_planes_streamed
 from outrider_triton.tiles.configs import MatmulConfig
-from outrider_triton.tiles.derive.products import can_stream, has_whole_boxes
+from outrider_triton.tiles.derive.products import MAX_FOLDED_TOKENS, can_stream, has_whole_boxes
 
 _PAIRS: int = PAIRS.value
 _LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
@@ -38,9 +38,10 @@ def multiply(
     There is one group of columns, or one for each piece of columns. Both operands are then in e4m3, and the product isn't
     split into parts.
     """
-    m, n, fold = x.shape[0], weight.shape[0], config.split == 1
-    expect(fold or bias is None, lambda: "parts of a product have no bias")
-    expect(fold or quantized is None, lambda: f"a streamed product of quantised operands has no parts: {config}")
+    m, n, is_whole = x.shape[0], weight.shape[0], config.split == 1
+    fold = is_whole and (quantized is None or config.block_m <= MAX_FOLDED_TOKENS)
+    expect(is_whole or bias is None, lambda: "parts of a product have no bias")
+    expect(is_whole or quantized is None, lambda: f"a streamed product of quantised operands has no parts: {config}")
     x_scales, scales, rows = quantized or (None, None, 0)
     groups = 1 if scales is None else scales.shape[1]
     expect(

@@ -32,8 +32,6 @@ from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM
 from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
-_MAX_TOKENS_BLOCKS = 32
-"""Maximum number of tokens for which Triton multiplies by a weight with scales of blocks if the library can."""
 
 
 class TokenRows(NamedTuple):
@@ -644,6 +642,5 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
 
 def _prefers_library(m: int, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
     """Return True if the library's product of ``m`` tokens with this weight was measured to be faster."""
-    most = _MAX_TOKENS_BLOCKS if product_plan.library_blocks else MAX_TOKENS_TRITON_GEMM
-    takes = m > most and _library_takes_stored(like, weight, product_plan)
+    takes = m > MAX_TOKENS_TRITON_GEMM and _library_takes_stored(like, weight, product_plan)
     return takes and TRITON_FORMATS[weight.format].prefers_library

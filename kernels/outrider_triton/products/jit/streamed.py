@@ -36,6 +36,25 @@ def _pairs_and_tokens(BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
+def _load_factor(scales, row, mask, ROWS: gl.constexpr):
+    """Load the scales of the rows ``row``, one per ROWS rows; ones if ROWS is 0."""
+    if ROWS:
+        return gl.load(scales + row // ROWS, mask=mask, other=0.0).to(gl.float32)
+    else:
+        return gl.full([PAIRS], 1.0, gl.float32, gl.SliceLayout(1, _LAYOUT))
+
+
+@gluon.jit
+def _store_rows(total, bias, address, out, row, token_mask, mask, previous, ADD: gl.constexpr):
+    """Add the bias, and with ADD what ``address`` had before, to the sums ``total`` of the rows ``row``, and store them."""
+    if bias is not None:
+        total += gl.load(bias + row, mask=mask, other=0.0).to(gl.float32)[:, None]
+    if ADD:  # rounded before the sum, like a separate addition kernel
+        total = total.to(out.dtype.element_ty).to(gl.float32) + previous.to(gl.float32)
+    gl.store(address, total.to(out.dtype.element_ty), mask=token_mask & mask[:, None])
+
+
+@gluon.jit
 def _store(
     operands,
     pipeline,
@@ -49,47 +68,44 @@ def _store(
 ):
     bias, x_scales, x_groups, scales, scale_columns, out, m, n, pairs_per_program = operands
     BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
+    ROW_SCALES: gl.constexpr = 0 if BLOCKS else ROWS
     lane, token = _pairs_and_tokens(BLOCK_M)
     token_mask = (token < m)[None, :]
     destination = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
     wait_for_previous_kernel(PDL)
-    if ROWS and not BLOCKS:
+    if ROW_SCALES:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     for tile in range(gl.cdiv(pairs_per_program, PAIRS)):
         index = tile * PAIRS + lane
         row = gl.program_id(0) * pairs_per_program + index
-        row_mask = (index < pairs_per_program) & (row < n)
-        if ROWS and not BLOCKS:  # loads that overlap with the product
-            factor = gl.load(scales + row // ROWS, mask=row_mask, other=0.0).to(gl.float32)
+        if not FOLD:
+            row += row // PAIRS * PAIRS
+        high_row = row + PAIRS  # only used if not FOLD
+        mask = (index < pairs_per_program) & (row < n)
+        high_mask = (index < pairs_per_program) & (high_row < n)
+        # loads that overlap with the product
+        factor = _load_factor(scales, row, mask, ROW_SCALES)
+        address = destination + row[:, None]
+        high_address = destination + high_row[:, None]
+        previous = 0.0
         if ADD:
-            previous = gl.load(destination + row[:, None], mask=token_mask & row_mask[:, None], other=0.0).to(gl.float32)
+            previous = gl.load(address, mask=token_mask & mask[:, None], other=0.0)
         if BLOCKS:
             blocks = x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program
             low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT, blocks, ROWS)
         else:
             low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
-            total = low + high
-            if ROWS and not BLOCKS:
-                total *= factor[:, None] * divisor[None, :]
-            if bias is not None:
-                total += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
-            if ADD:  # rounded before the sum, like a separate addition kernel
-                total = total.to(out.dtype.element_ty).to(gl.float32) + previous
-            gl.store(destination + row[:, None], total.to(out.dtype.element_ty), mask=token_mask & row_mask[:, None])
-        else:
-            row += row // PAIRS * PAIRS
-            gl.store(
-                destination + row[:, None],
-                low.to(out.dtype.element_ty),
-                mask=token_mask & ((index < pairs_per_program) & (row < n))[:, None],
-            )
-            row += PAIRS
-            gl.store(
-                destination + row[:, None],
-                high.to(out.dtype.element_ty),
-                mask=token_mask & ((index < pairs_per_program) & (row < n))[:, None],
-            )
+            low += high
+        if ROW_SCALES:
+            low *= factor[:, None] * divisor[None, :]
+        _store_rows(low, bias, address, out, row, token_mask, mask, previous, ADD)
+        if not FOLD:
+            if ROW_SCALES:
+                high *= _load_factor(scales, high_row, high_mask, ROW_SCALES)[:, None] * divisor[None, :]
+            if ADD:
+                previous = gl.load(high_address, mask=token_mask & high_mask[:, None], other=0.0)
+            _store_rows(high, bias, high_address, out, high_row, token_mask, high_mask, previous, ADD)
 
 
 @gluon.jit(do_not_specialize=["m", "pairs_per_program"])
@@ -119,8 +135,8 @@ def streamed_linear(
     the columns, block of tokens).
 
     A product in parts isn't folded, and has no bias. ROWS: both operands are quantised, ``x`` by ``x_scales [m]``, and the
-    weight by one of ``scales`` per ROWS rows; 0: neither is. Quantised products are folded. BLOCKS: each piece of columns has
-    its own scales, ``x_scales [m, x_groups]`` and ``scales [.., scale_columns]``. ADD: add to ``out``; only folded products.
+    weight by one of ``scales`` per ROWS rows; 0: neither is. BLOCKS: each piece of columns has its own scales, ``x_scales [m,
+    x_groups]`` and ``scales [.., scale_columns]``. ADD: add to ``out``.
     """
     pipeline = make_pipeline(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(pipeline)

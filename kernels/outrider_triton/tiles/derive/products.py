@@ -60,14 +60,24 @@ _LIBRARY_BYTES_FACTOR = 1.12  # measured factor on the weight's bytes when the l
 _LIBRARY_EXTRA_S = 8e-6
 # Tokens up to which 8-bit units have 256 columns: above, the time between two units exceeds their products.
 _MAX_WIDE_TOKENS = 32
+MAX_FOLDED_TOKENS = 16
+"""Maximum number of tokens for which streamed rows of 8 bits are folded: above, the tokens' bytes would take as long as the
+weight's.
+"""
 _MAX_THREADS_PER_PROCESSOR = 1536
 _PIPELINE_BYTES = ((184 << 10, 208 << 10, 128 << 10), (208 << 10, 160 << 10, 112 << 10))
 """Shared memory of a multi-stage pipeline in bytes, the likeliest first.
 
 The second row is for products that add to the residual, whose pipeline can fill during attention.
 """
+_SHARED_BYTES_PER_S = 225e9  # of one multiprocessor's shared memory
+# Seconds of a unit of 8-bit elements on an H200: per column while no other program runs on the multiprocessor, and per column
+# and token of the tile if pieces of columns have scales of their own.
+_LONE_UNIT_S_PER_COLUMN = 0.3e-9
+_SCALE_S_PER_SUM = 1e-11
 _TILE_FACTORS = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOX_FACTORS = {8: 1.015, 16: 1.005, 32: 1.0}  # smaller boxes are more copy-engine requests
+_BOX_FACTORS_8_BIT = {8: 1.06, 16: 1.01, 32: 1.0}
 
 
 def choose_config(
@@ -221,21 +231,22 @@ def _streamed(
     """
     if stored.columns and operator not in ("linear", "linear_parts"):
         return  # groups of columns have their own scales, which only this kernel knows
-    folded = operator == "linear" or operator in _ADDED
     is_unquantized = stored == UNQUANTIZED
+    is_folded = is_unquantized or m <= MAX_FOLDED_TOKENS
+    folded = operator == "linear" or operator in _ADDED
     for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator) if is_unquantized else (1,)):
         if operator == "linear_parts" and split > 1:
             each, fold_factor = _PAIRS, 1
         else:
-            pairs = n if folded or operator == "linear_parts" else n // 2
-            fold_factor = 2 if folded or operator == "linear_parts" else 1
+            fold_factor = 2 if is_folded and (folded or operator == "linear_parts") else 1
+            pairs = n if fold_factor == 2 else -(-n // 2)
             each = -(-pairs // (facts.processors * waves * box)) * box
         inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, _PAIRS)
         if inside % box or (is_unquantized and fold_factor == 2 and each > _PAIRS):
             continue
         budgets = (facts.processor_shared // 2 - 1024,) if waves > 1 else _PIPELINE_BYTES[operator == "linear_add_scaled"]
         # Two units of two pieces with scales of their own, and more tokens, need more registers than a thread has.
-        most = _MAX_WIDE_TOKENS // 2 if stored.columns else _MAX_WIDE_TOKENS
+        most = _MAX_WIDE_TOKENS // fold_factor if stored.columns else _MAX_WIDE_TOKENS
         columns = 256 if m <= most and k % (256 * split * fold_factor) == 0 else 128
         for budget, block_k in itertools.product(budgets, (128, 256) if is_unquantized else (columns,)):
             width = fold_factor * max(8, m)
@@ -335,8 +346,10 @@ def _nibble_pipeline_bytes(operator: str, config: MatmulConfig) -> int:
     )
 
 
-def fold_factor(operator: str, config: MatmulConfig) -> int:
+def fold_factor(operator: str, config: MatmulConfig, stored: OperandStorage = UNQUANTIZED) -> int:
     """Return 2 if a streamed product multiplies the two halves of a weight row as two rows, else 1."""
+    if stored != UNQUANTIZED and config.block_m > MAX_FOLDED_TOKENS:
+        return 1
     return 2 if operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1) else 1
 
 
@@ -381,7 +394,7 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
     if config.descriptor == STREAMED and stored.convert_instructions:
         return _nibble_pipeline_bytes(operator, config)
     if config.descriptor == STREAMED:
-        width = tokens * fold_factor(operator, config)
+        width = tokens * fold_factor(operator, config, stored)
         # Barriers are padded. A scaled product also adds partial sums of squares through shared memory.
         scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
         tile_bytes = (2 * _PAIRS + width) * columns * stored.token_bytes
@@ -429,7 +442,7 @@ def estimate_seconds(
         return estimate_streamed_nibbles(facts, whole, resident, m=m, n=n, k=k, gap=gap)
     streamed = config.descriptor == STREAMED
     paired = operator in (*_GATED, "linear_rope")
-    folded = streamed and not paired and config.split == 1
+    folded = streamed and fold_factor(operator, config, stored) == 2
     row_factor = 2 if paired or (streamed and not folded) else 1  # weight rows per counted row
     pairs = -(-n // row_factor)
     rows = config.block_n // 2 if operator == "linear_rope" and not streamed else config.block_n
@@ -460,6 +473,12 @@ def estimate_seconds(
     matmul = (
         2.0 * config.block_m * n * k * padding * reread * -(-m // config.block_m) / (ACHIEVED_FLOPS_FRACTION * facts.flops)
     )
+    units_time = 0.0
+    if streamed and stored != UNQUANTIZED:
+        tiles = rounds * -(-each // _PAIRS) * columns // (config.block_k * (2 if folded else 1))
+        units_time = tiles * _unit_seconds(
+            config, config.block_m * (2 if folded else 1), stored, is_lone=min(resident, rounds) == 1
+        )
     parts_time = 0.0
     if config.split > 1:  # the norm reads the parts that the product writes
         parts_time = 8.0 * config.split * m * n / (CACHE_SPEEDUP * facts.bytes_per_second) + 0.7e-6 * config.split
@@ -472,8 +491,18 @@ def estimate_seconds(
     columns_fit = k % (config.split * config.block_k) == 0
     # 128-byte rows are more load requests than 256-byte rows.
     access_factor = (1.03 if columns_fit else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
-    factor = _BOX_FACTORS[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
-    return (max(memory, cache, matmul) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
+    box_factors = _BOX_FACTORS if stored == UNQUANTIZED else _BOX_FACTORS_8_BIT
+    factor = box_factors[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
+    return (max(memory, cache, matmul, units_time) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
+
+
+def _unit_seconds(config: MatmulConfig, width: int, stored: OperandStorage, *, is_lone: bool) -> float:
+    """Estimate the seconds of a unit of a streamed product with 8-bit operands and ``width`` columns of tokens: the copy
+    engine writes both operands to shared memory, and the matrix unit reads them.
+    """
+    shared = 2.0 * (2 * _PAIRS + width) * config.block_k / _SHARED_BYTES_PER_S
+    scaling = width * config.block_k * _SCALE_S_PER_SUM if stored.columns else 0.0
+    return shared + scaling + (config.block_k * _LONE_UNIT_S_PER_COLUMN if is_lone else 0.0)
 
 
 def _estimate_large_m(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> float:

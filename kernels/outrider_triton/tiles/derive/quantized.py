@@ -28,6 +28,7 @@ NIBBLE_TILE_ROWS = 64  # rows of a tile of nibbles; equals outrider_triton.quant
 _FIRST_TILE_S = 0.65e-6  # until a program's first tile arrives
 _TILE_GAP_S = 0.1e-6  # between two tiles
 _BARRIER_S_PER_WARP = 0.13e-6  # per warp: all warps of a program synchronise between two tiles
+_SCALED_SUMS_FACTOR = 1.3  # between two tiles of native operands whose columns have scales in groups
 _TILE_LATENCY_S = 4.5e-6  # from the request of a tile to its arrival, with all multiprocessors loading
 # Bytes per second that a multiprocessor's threads load of both operands, with as many tokens as rows.
 _COPY_BYTES_PER_S = 50e9
@@ -94,6 +95,8 @@ def estimate_unstreamed(
             + _CONVERT_S * stored.convert_instructions * elements / config.warps
         )
         serial = max(serial_work, _TILE_LATENCY_S / max(config.stages - 1, 1))
+        if stored.columns and not stored.convert_instructions:
+            serial *= _SCALED_SUMS_FACTOR
 
     def wave(count: int) -> float:
         return _FIRST_TILE_S + steps * max(
