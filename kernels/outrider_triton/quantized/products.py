@@ -28,7 +28,8 @@ from outrider_triton.quantized.operators import (
 )
 from outrider_triton.rows.operators import rotates
 from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM
+from outrider_triton.tiles.derive.products import estimate_seconds
+from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM, estimate_library
 from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
@@ -77,10 +78,21 @@ class QuantizedProducts:
 
         ``parts``: see :meth:`_derive`.
         """
-        m = x.numel() // x.shape[-1]
-        if _prefers_library(m, x, weight, product_plan):
+        return self._choose(x.numel() // x.shape[-1], x, weight, product_plan, parts=parts)
+
+    def _choose(
+        self, m: int, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, *, parts: bool
+    ) -> MatmulConfig | None:
+        """Return the configuration for ``m`` tokens of the dtype and device of ``like``; None: the library's product."""
+        config, registered = self._derive(m, weight, product_plan, parts=parts), TRITON_FORMATS[weight.format]
+        takes = m > MAX_TOKENS_TRITON_GEMM and registered.prefers_library
+        if not (takes and _library_takes_stored(like, weight, product_plan)):
+            return config
+        if config is None or config.descriptor != STREAMED:
             return None
-        return self._derive(m, weight, product_plan, parts=parts)
+        (n, k), stored = weight.shape, product_plan.stored(weight.format)
+        streamed = estimate_seconds(self._facts, "linear_parts", config, m=m, n=n, k=k, stored=stored)
+        return config if streamed < estimate_library(self._facts, n=n, k=k) else None
 
     def _derive(
         self,
@@ -469,11 +481,10 @@ class QuantizedProducts:
         ``like``.
         """
         (n, k), stored = weight.shape, product_plan.stored(weight.format)
-        library_buckets = [size for size in BUCKETS if _prefers_library(size, like, weight, product_plan)]
-        found = (
-            self._tiles.every_derived(operator, n=n, k=k, but=library_buckets, stored=stored)
-            for operator in ("linear_parts", "linear")
-        )
+        found = []
+        for operator, parts in (("linear_parts", True), ("linear", False)):
+            of_library = [size for size in BUCKETS if self._choose(size, like, weight, product_plan, parts=parts) is None]
+            found.append(self._tiles.every_derived(operator, n=n, k=k, but=of_library, stored=stored))
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
@@ -529,7 +540,7 @@ class QuantizedProducts:
         supported = supported and k <= MAX_ROW_ELEMENTS and has_dynamic_activations(weight) and has_kernel(embedding, hidden)
         if product_plan is not None and supported and self.multiplies(hidden, weight):
             concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
-            config = self.quantized_config(concatenated, weight, product_plan)
+            config = self.quantized_config(concatenated, weight, product_plan, parts=False)
             self.compile_configs(concatenated, weight, bias)
         if product_plan is None or config is None:
             return None
@@ -638,9 +649,3 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
     if like.device.type != "cuda" or any(size % 16 for size in weight.shape):
         return False
     return like.dtype in TRITON_FORMATS[weight.format].library_dtypes
-
-
-def _prefers_library(m: int, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
-    """Return True if the library's product of ``m`` tokens with this weight was measured to be faster."""
-    takes = m > MAX_TOKENS_TRITON_GEMM and _library_takes_stored(like, weight, product_plan)
-    return takes and TRITON_FORMATS[weight.format].prefers_library

@@ -134,11 +134,10 @@ def candidate_configs(
 ) -> list[MatmulConfig]:
     """Return configurations worth trying that fit into shared memory; ``m`` is a value of :func:`config_tokens`."""
     found = [] if stored != UNQUANTIZED and operator in _GATED else list(_unstreamed(facts, operator, m, n, stored))
-    if (
-        facts.streams_products
-        and m <= MAX_TOKENS_TRITON_GEMM
-        and (stored == UNQUANTIZED or (stored.can_stream and not stored.convert_instructions))
-    ):
+    is_few = m <= MAX_TOKENS_TRITON_GEMM
+    streams_8_bit = stored.can_stream and not stored.convert_instructions
+    streams_8_bit = streams_8_bit and (is_few or operator in ("linear", "linear_parts"))
+    if facts.streams_products and (streams_8_bit or (is_few and stored == UNQUANTIZED)):
         found += _streamed(facts, operator, m, n, k, half, stored)
     elif facts.streams_products and m <= _MAX_STREAMED_NIBBLE_TOKENS and stored.can_stream:
         found += _streamed_nibbles(facts, operator, m, n, k, half, stored)
@@ -227,14 +226,16 @@ def _streamed(
     """Yield streamed configurations (:mod:`outrider_triton.products.jit.streamed`): shares of the pairs of rows, in boxes
     that divide them.
 
-    The matrix unit accumulates e4m3 with few bits, so these use 128 columns at a time, and no parts.
+    The matrix unit accumulates e4m3 with few bits, so these use 128 columns at a time.
     """
+    m = min(m, MAX_TOKENS_TRITON_GEMM)
     if stored.columns and operator not in ("linear", "linear_parts"):
         return  # groups of columns have their own scales, which only this kernel knows
     is_unquantized = stored == UNQUANTIZED
     is_folded = is_unquantized or m <= MAX_FOLDED_TOKENS
     folded = operator == "linear" or operator in _ADDED
-    for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator) if is_unquantized else (1,)):
+    splits = (1,) if is_folded and not is_unquantized else _splits(operator, stored)
+    for waves, box, split in itertools.product((1, 2), (32, 16, 8), splits):
         if operator == "linear_parts" and split > 1:
             each, fold_factor = _PAIRS, 1
         else:
