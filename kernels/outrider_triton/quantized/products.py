@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,8 @@ from outrider_triton.quantized.operators import (
     sum_parts,
 )
 from outrider_triton.rows.operators import rotates
-from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.products import estimate_seconds
-from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM, estimate_library
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
@@ -78,21 +78,7 @@ class QuantizedProducts:
 
         ``parts``: see :meth:`_derive`.
         """
-        return self._choose(x.numel() // x.shape[-1], x, weight, product_plan, parts=parts)
-
-    def _choose(
-        self, m: int, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, *, parts: bool
-    ) -> MatmulConfig | None:
-        """Return the configuration for ``m`` tokens of the dtype and device of ``like``; None: the library's product."""
-        config, registered = self._derive(m, weight, product_plan, parts=parts), TRITON_FORMATS[weight.format]
-        takes = m > MAX_TOKENS_TRITON_GEMM and registered.prefers_library
-        if not (takes and _library_takes_stored(like, weight, product_plan)):
-            return config
-        if config is None or config.descriptor != STREAMED:
-            return None
-        (n, k), stored = weight.shape, product_plan.stored(weight.format)
-        streamed = estimate_seconds(self._facts, "linear_parts", config, m=m, n=n, k=k, stored=stored)
-        return config if streamed < estimate_library(self._facts, n=n, k=k) else None
+        return self._derive(x.numel() // x.shape[-1], weight, product_plan, parts=parts, like=x)
 
     def _derive(
         self,
@@ -103,13 +89,14 @@ class QuantizedProducts:
         half: int = 0,
         gated: bool = False,
         parts: bool = True,
+        like: Tensor | None = None,
     ) -> MatmulConfig | None:
         """Return the derived configuration for ``m`` tokens and this weight, or None if the library is expected to be faster.
 
         ``half`` is half a head's size for a product that rotates its rows. ``gated``: gate and up. ``parts``: the product may
-        be split; its consumer or a separate kernel adds the parts.
+        be split; its consumer or a separate kernel adds the parts. ``like``: rows that the library may multiply instead.
         """
-        stored, (n, k) = product_plan.stored(weight.format), weight.shape
+        stored, (n, k) = _stored(weight, product_plan, like), weight.shape
         operator = "linear_rope" if half else "linear_silu_mul" if gated else "linear_parts" if parts else "linear"
         return self._tiles.derived(operator, m=m, n=n, k=k, half=half, stored=stored)
 
@@ -480,11 +467,8 @@ class QuantizedProducts:
         """Return every configuration that this weight may need, over all numbers of tokens with the dtype and device of
         ``like``.
         """
-        (n, k), stored = weight.shape, product_plan.stored(weight.format)
-        found = []
-        for operator, parts in (("linear_parts", True), ("linear", False)):
-            of_library = [size for size in BUCKETS if self._choose(size, like, weight, product_plan, parts=parts) is None]
-            found.append(self._tiles.every_derived(operator, n=n, k=k, but=of_library, stored=stored))
+        (n, k), stored = weight.shape, _stored(weight, product_plan, like)
+        found = (self._tiles.every_derived(operator, n=n, k=k, stored=stored) for operator in ("linear_parts", "linear"))
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
@@ -637,6 +621,14 @@ def has_dynamic_activations(weight: QuantizedWeight) -> bool:
 def library_scales(x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan | None) -> bool:
     """Return True if the library multiplies ``x`` and the weight as stored, with a scale per row of each."""
     return product_plan is not None and x.numel() > 16 * x.shape[-1] and _library_takes_stored(x, weight, product_plan)
+
+
+def _stored(weight: QuantizedWeight, product_plan: ProductPlan, like: Tensor | None) -> OperandStorage:
+    """Return the storage of the operands of a product that the library may multiply instead if there are rows ``like``."""
+    stored = product_plan.stored(weight.format)
+    if like is None or not TRITON_FORMATS[weight.format].prefers_library:
+        return stored
+    return replace(stored, library=_library_takes_stored(like, weight, product_plan))
 
 
 def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:

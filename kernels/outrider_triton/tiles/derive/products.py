@@ -25,6 +25,7 @@ from outrider_triton.tiles.derive.quantized import (
     PRODUCT_GAP_S,
     UNQUANTIZED,
     OperandStorage,
+    estimate_library,
     estimate_streamed_nibbles,
     estimate_unstreamed,
 )
@@ -75,6 +76,7 @@ _SHARED_BYTES_PER_S = 225e9  # of one multiprocessor's shared memory
 # and token of the tile if pieces of columns have scales of their own.
 _LONE_UNIT_S_PER_COLUMN = 0.3e-9
 _SCALE_S_PER_SUM = 1e-11
+_LATER_WAVE_S = 6e-6  # until 8-bit programs that didn't fit at first have filled their pipelines
 _TILE_FACTORS = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOX_FACTORS = {8: 1.015, 16: 1.005, 32: 1.0}  # smaller boxes are more copy-engine requests
 _BOX_FACTORS_8_BIT = {8: 1.06, 16: 1.01, 32: 1.0}
@@ -89,8 +91,8 @@ def choose_config(
     (``stored``) support ``linear`` and ``linear_parts``, and streamed ``linear_rope`` and ``linear_silu_mul``.
     """
     ranked = rank_configs(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
-    if m > MAX_TOKENS_TRITON_GEMM and stored == UNQUANTIZED:
-        ranked = [config for config in ranked if config.descriptor == LARGE_M]
+    if m > MAX_TOKENS_TRITON_GEMM and (stored == UNQUANTIZED or stored.library):
+        ranked = [config for config in ranked if config.descriptor == (STREAMED if stored.library else LARGE_M)]
     return ranked[0] if ranked and _wins(facts, operator, ranked[0], m=m, n=n, k=k, stored=stored) else None
 
 
@@ -120,6 +122,8 @@ def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: i
     """
     if operator == "linear_add_scaled" and (k > 2 * n or m > 32):
         return False  # long rows, and many of them, are faster in parts that the norm adds up
+    if stored.library and m > MAX_TOKENS_TRITON_GEMM:
+        return estimate_seconds(facts, operator, best, m=m, n=n, k=k, stored=stored) < estimate_library(facts, n=n, k=k)
     if m <= MAX_TOKENS_TRITON_GEMM or stored != UNQUANTIZED:
         return True
     library = _LIBRARY_BYTES_FACTOR * 2 * n * k / facts.bytes_per_second + _LIBRARY_EXTRA_S
@@ -487,6 +491,8 @@ def estimate_seconds(
         parts_time = 4.0 * m * n / (CACHE_SPEEDUP * facts.bytes_per_second)
     # A second program on a multiprocessor starts with nothing in flight, unless two programs fit at once.
     start_time = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
+    if streamed and stored != UNQUANTIZED:
+        start_time += _LATER_WAVE_S * (-(-rounds // resident) - 1)
     if streamed and operator in _GATED and m > 32:
         start_time += _REREAD_S_PER_TOKEN * (m - 32)
     columns_fit = k % (config.split * config.block_k) == 0

@@ -61,6 +61,10 @@ class OperandStorage:
     """Number of tokens of the smallest tile."""
     can_stream: bool = False
     """True if a streamed kernel exists for this storage."""
+    library: bool = False
+    """True if the library multiplies the operands as stored, which is preferred to unstreamed products of more than
+    :data:`MAX_TOKENS_TRITON_GEMM` tokens.
+    """
 
     def at_once(self, columns: int) -> int:
         """Return the number of a tile's ``columns`` that one multiplication takes."""
