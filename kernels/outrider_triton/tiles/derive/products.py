@@ -478,38 +478,39 @@ def estimate_seconds(
     matmul = (
         2.0 * config.block_m * n * k * padding * reread * -(-m // config.block_m) / (ACHIEVED_FLOPS_FRACTION * facts.flops)
     )
-    units_time = 0.0
-    if streamed and stored != UNQUANTIZED:
-        tiles = rounds * -(-each // _PAIRS) * columns // (config.block_k * (2 if folded else 1))
-        units_time = tiles * _unit_seconds(
-            config, config.block_m * (2 if folded else 1), stored, is_lone=min(resident, rounds) == 1
-        )
+    streams_8_bit, units_time, wave_time = streamed and stored != UNQUANTIZED, 0.0, 0.1e-6
+    if streams_8_bit:
+        is_lone, wave_time = min(resident, rounds) == 1, _LATER_WAVE_S
+        units_time = rounds * _units_seconds(config, each, columns, stored, folded=folded, is_lone=is_lone)
     parts_time = 0.0
     if config.split > 1:  # the norm reads the parts that the product writes
         parts_time = 8.0 * config.split * m * n / (CACHE_SPEEDUP * facts.bytes_per_second) + 0.7e-6 * config.split
     elif operator == "linear_parts":
         parts_time = 4.0 * m * n / (CACHE_SPEEDUP * facts.bytes_per_second)
     # A second program on a multiprocessor starts with nothing in flight, unless two programs fit at once.
-    start_time = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
-    if streamed and stored != UNQUANTIZED:
-        start_time += _LATER_WAVE_S * (-(-rounds // resident) - 1)
+    start_time = wave_time * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
     if streamed and operator in _GATED and m > 32:
         start_time += _REREAD_S_PER_TOKEN * (m - 32)
     columns_fit = k % (config.split * config.block_k) == 0
     # 128-byte rows are more load requests than 256-byte rows.
     access_factor = (1.03 if columns_fit else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
-    box_factors = _BOX_FACTORS if stored == UNQUANTIZED else _BOX_FACTORS_8_BIT
+    box_factors = _BOX_FACTORS_8_BIT if streams_8_bit else _BOX_FACTORS
     factor = box_factors[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
     return (max(memory, cache, matmul, units_time) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
 
 
-def _unit_seconds(config: MatmulConfig, width: int, stored: OperandStorage, *, is_lone: bool) -> float:
-    """Estimate the seconds of a unit of a streamed product with 8-bit operands and ``width`` columns of tokens: the copy
-    engine writes both operands to shared memory, and the matrix unit reads them.
+def _units_seconds(
+    config: MatmulConfig, each: int, columns: int, stored: OperandStorage, *, folded: bool, is_lone: bool
+) -> float:
+    """Estimate the seconds of the units of a program with ``each`` rows or pairs of rows and ``columns``, both operands in 8
+    bits: the copy engine writes both to shared memory, and the matrix unit reads them.
     """
+    width, units = config.block_m, -(-each // _PAIRS) * columns // config.block_k
+    if folded:
+        width, units = 2 * width, units // 2
     shared = 2.0 * (2 * _PAIRS + width) * config.block_k / _SHARED_BYTES_PER_S
     scaling = width * config.block_k * _SCALE_S_PER_SUM if stored.columns else 0.0
-    return shared + scaling + (config.block_k * _LONE_UNIT_S_PER_COLUMN if is_lone else 0.0)
+    return units * (shared + scaling + (config.block_k * _LONE_UNIT_S_PER_COLUMN if is_lone else 0.0))
 
 
 def _estimate_large_m(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> float:
