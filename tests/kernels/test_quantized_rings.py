@@ -6,6 +6,7 @@ reference on a device by ``quantized_on_device.py``.
 
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -155,13 +156,25 @@ class FakeTensor(NamedTuple):
 )
 def test_of_more_than_64_tokens_e4m3_by_rows_alone_is_the_librarys(form, dtype, columns, librarys, kernels):
     """Where it takes both operands as they're stored."""
-    weight = WEIGHT_FORMATS[form].random_weight(256, columns, device=torch.device("cpu"))
+    few = WEIGHT_FORMATS[form].random_weight(256, columns, device=torch.device("cpu"))
+    repeated = {name: getattr(few, name).repeat(112, 1) for name in ("data", "scales")}
+    weight = replace(few, shape=(256 * 112, columns), **repeated)
     way, most = plan(kernels.facts, weight), []
     for m in (64, 65, 128, 129):
         x = FakeTensor(torch.device("cuda"), dtype, (m, columns))
         most.append(kernels.quantized.quantized_config(x, weight, way) is None)
     assert most == [False, librarys, librarys, True]
     assert (128 in {each.block_m for each in kernels.quantized.every_config(x, weight, way)}) is not librarys
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8-block"])
+def test_a_small_product_of_128_tokens_is_streamed_in_two_blocks(form, kernels):
+    """The library's is slow where rows are few: it doesn't share columns among multiprocessors."""
+    weight = WEIGHT_FORMATS[form].random_weight(4096, 4096, device=torch.device("cpu"))
+    x = FakeTensor(torch.device("cuda"), BF16, (128, 4096))
+    config = kernels.quantized.quantized_config(x, weight, plan(kernels.facts, weight), parts=False)
+    assert config is not None
+    assert (config.descriptor, config.block_m) == (STREAMED, 64)
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 32])

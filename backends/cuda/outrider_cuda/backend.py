@@ -33,6 +33,7 @@ CAPABILITIES = Capabilities(
     perturbs_timing=True,
     memory_limit=True,
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+    preferred_dtypes=(torch.bfloat16, torch.float16, torch.float32),  # float64 is left to the references
     quantized_formats=frozenset(QUANTIZED_FORMATS),
 )
 

@@ -271,8 +271,8 @@ def _sum_of_parts(pipeline, tile, total, pointers, STEPS: gl.constexpr):
 def _scale_pointers(
     tile, blocks, layout: gl.constexpr, WIDTH: gl.constexpr, FOLD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
 ):
-    """Return the addresses of the first scales of the rows and of the tokens of a tile, whose halves are COLUMNS scales
-    apart if it is folded. ``blocks``, ROWS: see :func:`multiply_halves`.
+    """Return the addresses of the first scales of the rows and of the tokens of a tile. ``blocks``, ROWS: see
+    :func:`multiply_halves`. COLUMNS: scales of a row in the program's part of the columns, or in half of a folded row.
     """
     x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program = blocks
     BLOCK_M: gl.constexpr = WIDTH // 2 if FOLD else WIDTH
@@ -285,7 +285,8 @@ def _scale_pointers(
         return row_scales, token_scales + column // BLOCK_M * COLUMNS
     else:
         row += (row // PAIRS + index // PAIRS) * PAIRS
-        return scales + gl.minimum(row, n - 1) // ROWS * scale_columns, token_scales
+        first = gl.program_id(1) * COLUMNS
+        return scales + gl.minimum(row, n - 1) // ROWS * scale_columns + first, token_scales + first
 
 
 @gluon.jit

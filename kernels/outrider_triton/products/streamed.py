@@ -35,13 +35,11 @@ def multiply(
     """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``. ``add``: add to ``out``.
 
     ``quantized`` is (scales of x, float32 [m, groups], scales of the weight, [.., groups], number of weight rows per scale).
-    There is one group of columns, or one for each piece of columns. Both operands are then in e4m3, and the product isn't
-    split into parts.
+    There is one group of columns, or one for each piece of columns. Both operands are then in e4m3.
     """
     m, n, is_whole = x.shape[0], weight.shape[0], config.split == 1
     fold = is_whole and (quantized is None or config.block_m <= MAX_FOLDED_TOKENS)
     expect(is_whole or bias is None, lambda: "parts of a product have no bias")
-    expect(is_whole or quantized is None, lambda: f"a streamed product of quantised operands has no parts: {config}")
     x_scales, scales, rows = quantized or (None, None, 0)
     groups = 1 if scales is None else scales.shape[1]
     expect(

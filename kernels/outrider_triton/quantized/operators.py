@@ -248,8 +248,9 @@ def _linear_quantized(
             flat, x_scales = quantized_rows(flat, activations, group, input_scale, activation_dtype(data, native), pdl)
         groups = x_scales.shape[1]
     if is_streamed and x_scales is not None:
-        multiply(flat, data, bias, product[0], tiling, pdl, quantized=(x_scales, scales, block[0]))
-        return product.view(*x.shape[:-1], n)
+        out, whole_bias = (product, None) if tiling.split > 1 else (product[0], bias)
+        multiply(flat, data, whole_bias, out, tiling, pdl, quantized=(x_scales, scales, block[0]))
+        return _whole_or_parts(product, bias, x, dtype, parts, pdl)
     packed = registered.is_packed
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -274,8 +275,13 @@ def _linear_quantized(
         **tiling.launch_constants(k),
         pdl=pdl,
     )
-    if tiling.split == 1:
-        return product.view(*x.shape[:-1], n)
+    return _whole_or_parts(product, bias, x, dtype, parts, pdl)
+
+
+def _whole_or_parts(product: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, parts: bool, pdl: bool) -> Tensor:
+    """Return the only part of ``product``, or all ``parts``, or their sum and the bias."""
+    if product.shape[0] == 1:
+        return product.view(*x.shape[:-1], product.shape[2])
     return product if parts else sum_parts(product, bias, x, dtype, pdl)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ from outrider_triton.quantized.operators import (
     sum_parts,
 )
 from outrider_triton.rows.operators import rotates
-from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
@@ -77,10 +78,7 @@ class QuantizedProducts:
 
         ``parts``: see :meth:`_derive`.
         """
-        m = x.numel() // x.shape[-1]
-        if _prefers_library(m, x, weight, product_plan):
-            return None
-        return self._derive(m, weight, product_plan, parts=parts)
+        return self._derive(x.numel() // x.shape[-1], weight, product_plan, parts=parts, like=x)
 
     def _derive(
         self,
@@ -91,13 +89,14 @@ class QuantizedProducts:
         half: int = 0,
         gated: bool = False,
         parts: bool = True,
+        like: Tensor | None = None,
     ) -> MatmulConfig | None:
         """Return the derived configuration for ``m`` tokens and this weight, or None if the library is expected to be faster.
 
         ``half`` is half a head's size for a product that rotates its rows. ``gated``: gate and up. ``parts``: the product may
-        be split; its consumer or a separate kernel adds the parts.
+        be split; its consumer or a separate kernel adds the parts. ``like``: rows that the library may multiply instead.
         """
-        stored, (n, k) = product_plan.stored(weight.format), weight.shape
+        stored, (n, k) = _stored(weight, product_plan, like), weight.shape
         operator = "linear_rope" if half else "linear_silu_mul" if gated else "linear_parts" if parts else "linear"
         return self._tiles.derived(operator, m=m, n=n, k=k, half=half, stored=stored)
 
@@ -468,12 +467,8 @@ class QuantizedProducts:
         """Return every configuration that this weight may need, over all numbers of tokens with the dtype and device of
         ``like``.
         """
-        (n, k), stored = weight.shape, product_plan.stored(weight.format)
-        library_buckets = [size for size in BUCKETS if _prefers_library(size, like, weight, product_plan)]
-        found = (
-            self._tiles.every_derived(operator, n=n, k=k, but=library_buckets, stored=stored)
-            for operator in ("linear_parts", "linear")
-        )
+        (n, k), stored = weight.shape, _stored(weight, product_plan, like)
+        found = (self._tiles.every_derived(operator, n=n, k=k, stored=stored) for operator in ("linear_parts", "linear"))
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
@@ -529,7 +524,7 @@ class QuantizedProducts:
         supported = supported and k <= MAX_ROW_ELEMENTS and has_dynamic_activations(weight) and has_kernel(embedding, hidden)
         if product_plan is not None and supported and self.multiplies(hidden, weight):
             concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
-            config = self.quantized_config(concatenated, weight, product_plan)
+            config = self.quantized_config(concatenated, weight, product_plan, parts=False)
             self.compile_configs(concatenated, weight, bias)
         if product_plan is None or config is None:
             return None
@@ -628,6 +623,14 @@ def library_scales(x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan
     return product_plan is not None and x.numel() > 16 * x.shape[-1] and _library_takes_stored(x, weight, product_plan)
 
 
+def _stored(weight: QuantizedWeight, product_plan: ProductPlan, like: Tensor | None) -> OperandStorage:
+    """Return the storage of the operands of a product that the library may multiply instead if there are rows ``like``."""
+    stored = product_plan.stored(weight.format)
+    if like is None or not TRITON_FORMATS[weight.format].prefers_library:
+        return stored
+    return replace(stored, library=_library_takes_stored(like, weight, product_plan))
+
+
 def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
     """Return True if the library multiplies this weight as stored by more than 16 tokens of the dtype and
     device of ``like``.
@@ -638,9 +641,3 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
     if like.device.type != "cuda" or any(size % 16 for size in weight.shape):
         return False
     return like.dtype in TRITON_FORMATS[weight.format].library_dtypes
-
-
-def _prefers_library(m: int, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
-    """Return True if the library's product of ``m`` tokens with this weight was measured to be faster."""
-    takes = m > MAX_TOKENS_TRITON_GEMM and _library_takes_stored(like, weight, product_plan)
-    return takes and TRITON_FORMATS[weight.format].prefers_library

@@ -68,10 +68,10 @@ class TileSelection:
         return product_configs(self.facts, self.table, operator, dtype, n=n, k=k, half=half, layer=self.layer)
 
     def every_derived(
-        self, operator: str, *, n: int, k: int, half: int = 0, but: Sequence[int] = (), stored: OperandStorage
+        self, operator: str, *, n: int, k: int, half: int = 0, stored: OperandStorage
     ) -> tuple[MatmulConfig, ...]:
-        """Return the configurations of :meth:`derived` for any number of tokens, buckets in ``but`` excluded."""
-        return every_config(self.facts, operator, n=n, k=k, half=half, but=but, stored=stored)
+        """Return the configurations of :meth:`derived` for any number of tokens."""
+        return every_config(self.facts, operator, n=n, k=k, half=half, stored=stored)
 
     def attention(self, groups: int, head_size: int, group: int) -> AttentionConfig | None:
         """Return the stored configuration of attention with ``groups`` programs without splits, or None."""

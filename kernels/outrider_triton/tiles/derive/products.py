@@ -25,6 +25,7 @@ from outrider_triton.tiles.derive.quantized import (
     PRODUCT_GAP_S,
     UNQUANTIZED,
     OperandStorage,
+    estimate_library,
     estimate_streamed_nibbles,
     estimate_unstreamed,
 )
@@ -75,6 +76,7 @@ _SHARED_BYTES_PER_S = 225e9  # of one multiprocessor's shared memory
 # and token of the tile if pieces of columns have scales of their own.
 _LONE_UNIT_S_PER_COLUMN = 0.3e-9
 _SCALE_S_PER_SUM = 1e-11
+_LATER_WAVE_S = 6e-6  # until 8-bit programs that didn't fit at first have filled their pipelines
 _TILE_FACTORS = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOX_FACTORS = {8: 1.015, 16: 1.005, 32: 1.0}  # smaller boxes are more copy-engine requests
 _BOX_FACTORS_8_BIT = {8: 1.06, 16: 1.01, 32: 1.0}
@@ -89,8 +91,8 @@ def choose_config(
     (``stored``) support ``linear`` and ``linear_parts``, and streamed ``linear_rope`` and ``linear_silu_mul``.
     """
     ranked = rank_configs(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
-    if m > MAX_TOKENS_TRITON_GEMM and stored == UNQUANTIZED:
-        ranked = [config for config in ranked if config.descriptor == LARGE_M]
+    if m > MAX_TOKENS_TRITON_GEMM and (stored == UNQUANTIZED or stored.library):
+        ranked = [config for config in ranked if config.descriptor == (STREAMED if stored.library else LARGE_M)]
     return ranked[0] if ranked and _wins(facts, operator, ranked[0], m=m, n=n, k=k, stored=stored) else None
 
 
@@ -120,6 +122,8 @@ def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: i
     """
     if operator == "linear_add_scaled" and (k > 2 * n or m > 32):
         return False  # long rows, and many of them, are faster in parts that the norm adds up
+    if stored.library and m > MAX_TOKENS_TRITON_GEMM:
+        return estimate_seconds(facts, operator, best, m=m, n=n, k=k, stored=stored) < estimate_library(facts, n=n, k=k)
     if m <= MAX_TOKENS_TRITON_GEMM or stored != UNQUANTIZED:
         return True
     library = _LIBRARY_BYTES_FACTOR * 2 * n * k / facts.bytes_per_second + _LIBRARY_EXTRA_S
@@ -134,11 +138,10 @@ def candidate_configs(
 ) -> list[MatmulConfig]:
     """Return configurations worth trying that fit into shared memory; ``m`` is a value of :func:`config_tokens`."""
     found = [] if stored != UNQUANTIZED and operator in _GATED else list(_unstreamed(facts, operator, m, n, stored))
-    if (
-        facts.streams_products
-        and m <= MAX_TOKENS_TRITON_GEMM
-        and (stored == UNQUANTIZED or (stored.can_stream and not stored.convert_instructions))
-    ):
+    is_few = m <= MAX_TOKENS_TRITON_GEMM
+    streams_8_bit = stored.can_stream and not stored.convert_instructions
+    streams_8_bit = streams_8_bit and (is_few or operator in ("linear", "linear_parts"))
+    if facts.streams_products and (streams_8_bit or (is_few and stored == UNQUANTIZED)):
         found += _streamed(facts, operator, m, n, k, half, stored)
     elif facts.streams_products and m <= _MAX_STREAMED_NIBBLE_TOKENS and stored.can_stream:
         found += _streamed_nibbles(facts, operator, m, n, k, half, stored)
@@ -227,14 +230,16 @@ def _streamed(
     """Yield streamed configurations (:mod:`outrider_triton.products.jit.streamed`): shares of the pairs of rows, in boxes
     that divide them.
 
-    The matrix unit accumulates e4m3 with few bits, so these use 128 columns at a time, and no parts.
+    The matrix unit accumulates e4m3 with few bits, so these use 128 columns at a time.
     """
+    m = min(m, MAX_TOKENS_TRITON_GEMM)
     if stored.columns and operator not in ("linear", "linear_parts"):
         return  # groups of columns have their own scales, which only this kernel knows
     is_unquantized = stored == UNQUANTIZED
     is_folded = is_unquantized or m <= MAX_FOLDED_TOKENS
     folded = operator == "linear" or operator in _ADDED
-    for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator) if is_unquantized else (1,)):
+    splits = (1,) if is_folded and not is_unquantized else _splits(operator, stored)
+    for waves, box, split in itertools.product((1, 2), (32, 16, 8), splits):
         if operator == "linear_parts" and split > 1:
             each, fold_factor = _PAIRS, 1
         else:
@@ -473,36 +478,39 @@ def estimate_seconds(
     matmul = (
         2.0 * config.block_m * n * k * padding * reread * -(-m // config.block_m) / (ACHIEVED_FLOPS_FRACTION * facts.flops)
     )
-    units_time = 0.0
-    if streamed and stored != UNQUANTIZED:
-        tiles = rounds * -(-each // _PAIRS) * columns // (config.block_k * (2 if folded else 1))
-        units_time = tiles * _unit_seconds(
-            config, config.block_m * (2 if folded else 1), stored, is_lone=min(resident, rounds) == 1
-        )
+    streams_8_bit, units_time, wave_time = streamed and stored != UNQUANTIZED, 0.0, 0.1e-6
+    if streams_8_bit:
+        is_lone, wave_time = min(resident, rounds) == 1, _LATER_WAVE_S
+        units_time = rounds * _units_seconds(config, each, columns, stored, folded=folded, is_lone=is_lone)
     parts_time = 0.0
     if config.split > 1:  # the norm reads the parts that the product writes
         parts_time = 8.0 * config.split * m * n / (CACHE_SPEEDUP * facts.bytes_per_second) + 0.7e-6 * config.split
     elif operator == "linear_parts":
         parts_time = 4.0 * m * n / (CACHE_SPEEDUP * facts.bytes_per_second)
     # A second program on a multiprocessor starts with nothing in flight, unless two programs fit at once.
-    start_time = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
+    start_time = wave_time * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
     if streamed and operator in _GATED and m > 32:
         start_time += _REREAD_S_PER_TOKEN * (m - 32)
     columns_fit = k % (config.split * config.block_k) == 0
     # 128-byte rows are more load requests than 256-byte rows.
     access_factor = (1.03 if columns_fit else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
-    box_factors = _BOX_FACTORS if stored == UNQUANTIZED else _BOX_FACTORS_8_BIT
+    box_factors = _BOX_FACTORS_8_BIT if streams_8_bit else _BOX_FACTORS
     factor = box_factors[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
     return (max(memory, cache, matmul, units_time) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
 
 
-def _unit_seconds(config: MatmulConfig, width: int, stored: OperandStorage, *, is_lone: bool) -> float:
-    """Estimate the seconds of a unit of a streamed product with 8-bit operands and ``width`` columns of tokens: the copy
-    engine writes both operands to shared memory, and the matrix unit reads them.
+def _units_seconds(
+    config: MatmulConfig, each: int, columns: int, stored: OperandStorage, *, folded: bool, is_lone: bool
+) -> float:
+    """Estimate the seconds of the units of a program with ``each`` rows or pairs of rows and ``columns``, both operands in 8
+    bits: the copy engine writes both to shared memory, and the matrix unit reads them.
     """
+    width, units = config.block_m, -(-each // _PAIRS) * columns // config.block_k
+    if folded:
+        width, units = 2 * width, units // 2
     shared = 2.0 * (2 * _PAIRS + width) * config.block_k / _SHARED_BYTES_PER_S
     scaling = width * config.block_k * _SCALE_S_PER_SUM if stored.columns else 0.0
-    return shared + scaling + (config.block_k * _LONE_UNIT_S_PER_COLUMN if is_lone else 0.0)
+    return units * (shared + scaling + (config.block_k * _LONE_UNIT_S_PER_COLUMN if is_lone else 0.0))
 
 
 def _estimate_large_m(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> float:

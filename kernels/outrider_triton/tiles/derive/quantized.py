@@ -24,7 +24,9 @@ Up to twice as many tokens, unquantised products win occasionally, by 5 %. Quant
 where the library needs the weight in 16 bits.
 """
 NIBBLE_TILE_ROWS = 64  # rows of a tile of nibbles; equals outrider_triton.quantized.jit.nibble_planes_streamed.ROWS
+_LIBRARY_BANDWIDTH_FRACTION = 0.6  # achieved by the library with 8-bit operands and 128 tokens
 # Seconds on an H200.
+_LIBRARY_S_PER_COLUMN = 3.5e-9  # of the library's product with 8-bit operands, which isn't split
 _FIRST_TILE_S = 0.65e-6  # until a program's first tile arrives
 _TILE_GAP_S = 0.1e-6  # between two tiles
 _BARRIER_S_PER_WARP = 0.13e-6  # per warp: all warps of a program synchronise between two tiles
@@ -59,6 +61,10 @@ class OperandStorage:
     """Number of tokens of the smallest tile."""
     can_stream: bool = False
     """True if a streamed kernel exists for this storage."""
+    library: bool = False
+    """True if the library multiplies the operands as stored, which is preferred to unstreamed products of more than
+    :data:`MAX_TOKENS_TRITON_GEMM` tokens.
+    """
 
     def at_once(self, columns: int) -> int:
         """Return the number of a tile's ``columns`` that one multiplication takes."""
@@ -109,6 +115,13 @@ def estimate_unstreamed(
     if config.split > 1:  # the norm reads the parts that the product writes
         parts_time = _ADD_PARTS_S + 8.0 * config.split * m * n / (CACHE_SPEEDUP * facts.bytes_per_second)
     return waves + parts_time + LAUNCH_OVERHEAD_S
+
+
+def estimate_library(facts: DeviceFacts, *, n: int, k: int) -> float:
+    """Estimate the seconds of the library's product of 65 to 128 tokens with a weight of 8 bits: its bytes, or the columns
+    of a tile one after the other.
+    """
+    return max(n * k / (_LIBRARY_BANDWIDTH_FRACTION * facts.bytes_per_second), k * _LIBRARY_S_PER_COLUMN) + LAUNCH_OVERHEAD_S
 
 
 def estimate_streamed_nibbles(
