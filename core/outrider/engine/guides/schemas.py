@@ -9,7 +9,8 @@ Supported keywords:
 - arrays: ``items``, ``prefixItems``, ``minItems``, ``maxItems``;
 - objects: ``properties``, ``required``, ``additionalProperties``, ``minProperties``, ``maxProperties``.
 
-Descriptions, titles, defaults and examples have no effect.
+Descriptions, titles, defaults, examples and OpenAPI's ``discriminator`` have no effect, and neither has ``propertyNames`` if
+it allows every name.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ MAX_BRANCHES = 128
 """Maximum number of alternatives in ``anyOf`` and ``oneOf``."""
 MAX_COUNT = 1 << 16
 """Maximum value of a length limit or an item count."""
+MAX_NUMBER = 1 << 53
+"""Maximum absolute value of a limit of numbers. JavaScript's safe integers, the limits of Zod's ``z.int()``, are below it."""
 
 _ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id")
+    (
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("$comment", "$schema", "$id"),
+    )
 )
 _DEFINITIONS = ("$defs", "definitions")
 _COMBINATORS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -84,7 +90,9 @@ class _SchemaReader:
             return {}
         if not isinstance(schema, Mapping):
             raise _unexpected(pointer, schema, "a schema: an object, or true")
-        keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        keywords = _without_annotations(schema)
+        if _allows_every_text(keywords.get("propertyNames")):
+            del keywords["propertyNames"]
         definitions = {
             key: self._definitions(keywords.pop(key), f"{pointer}/{key}", depth) for key in _DEFINITIONS if key in keywords
         }
@@ -185,8 +193,9 @@ class _SchemaReader:
             if key in keywords and not (_is_int(keywords[key]) and 0 <= keywords[key] <= MAX_COUNT):
                 raise _unexpected(f"{pointer}/{key}", keywords[key], f"a whole number of 0 to {MAX_COUNT}")
         for key in _NUMBER_KEYWORDS & keywords.keys():
-            if not isinstance(keywords[key], int | float) or isinstance(keywords[key], bool) or abs(keywords[key]) > 1e15:
-                raise _unexpected(f"{pointer}/{key}", keywords[key], "a number of at most 1e15")
+            limit = keywords[key]
+            if not isinstance(limit, int | float) or isinstance(limit, bool) or abs(limit) > MAX_NUMBER:
+                raise _unexpected(f"{pointer}/{key}", limit, "a number of at most 2**53")
         result: dict[str, Any] = {"type": name, **keywords}
         if name == "string":
             self._string(result, pointer)
@@ -261,6 +270,14 @@ class _SchemaReader:
                 f"the JSON schema has 'minProperties' {result['minProperties']} at {pointer} without 'properties'; more than "
                 "1 can't be enforced"
             )
+
+
+def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+
+
+def _allows_every_text(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, Mapping) and _without_annotations(schema) in ({}, {"type": "string"}))
 
 
 def _types(schema: Any, pointer: str) -> tuple[str, ...]:
