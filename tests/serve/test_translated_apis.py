@@ -1,16 +1,20 @@
 """OpenAI's Responses and Anthropic's Messages by the official clients, and in the request shapes of two coding agents."""
 
 import json
+from typing import get_args, get_type_hints
 
 import anthropic
 import httpx
 import openai
 import pytest
 from anthropic.types.beta import message_create_params
+from openai.types import chat, shared_params
+from openai.types.chat import chat_completion_content_part_image_param, completion_create_params
 from openai.types.responses import response_create_params
 
 from outrider.model import Tokenizer
 from outrider.serve.api.messages_api import MessagesRequest
+from outrider.serve.api.request_fields import ChatRequest, ImageUrl, MessagePart, Tool, ToolFunction
 from outrider.serve.api.responses import ApiError
 from outrider.serve.api.responses_api import ResponsesRequest, ResponseStore
 from serve.conftest import BUNDLED
@@ -441,8 +445,28 @@ def test_the_store_of_responses_is_bounded():
     [
         (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
         (message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (completion_create_params.CompletionCreateParamsBase, ChatRequest),
+        (chat.ChatCompletionContentPartTextParam, MessagePart),
+        (chat.ChatCompletionContentPartImageParam, MessagePart),
+        (chat_completion_content_part_image_param.ImageURL, ImageUrl),
+        (chat.ChatCompletionFunctionToolParam, Tool),
+        (shared_params.FunctionDefinition, ToolFunction),
     ],
 )
 def test_every_field_of_the_official_client_is_known(params, request_class):
-    known = request_class.model_fields.keys() | request_class.refused.keys() | request_class.ignored
-    assert params.__annotations__.keys() <= known
+    elsewhere = {*getattr(request_class, "refused", ()), *getattr(request_class, "ignored", ())}
+    assert params.__annotations__.keys() <= request_class.model_fields.keys() | elsewhere
+
+
+def test_parts_may_have_hints_that_have_no_effect(gpt, scripted):
+    scripted.engine.texts = ["yes"]
+    part = {
+        "type": "text",
+        "text": "go",
+        "cache_control": {"type": "ephemeral"},
+        "prompt_cache_breakpoint": {"mode": "explicit"},
+    }
+    gpt.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+    assert "user\ngo<" in prompt_of(scripted)
+    for detail in get_args(get_type_hints(chat_completion_content_part_image_param.ImageURL)["detail"]):
+        assert ImageUrl(url="data:", detail=detail).detail == detail
