@@ -307,6 +307,55 @@ def test_values_have_the_types_of_the_schema():
     assert json.loads(made["calls"][0]["arguments"]) == {"a": True, "b": "many", "c": [1], "d": "plain", "s": "5"}
 
 
+def test_types_come_from_the_whole_schema():
+    """By reference, by the values of an enumeration, and by one of several schemas. Broken schemas allow any type."""
+    schema = {
+        "$defs": {"Name": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "null"}]}},
+        "properties": {
+            "r": {"$ref": "#/$defs/Name"},
+            "e": {"enum": ["5", "6"]},
+            "c": {"const": "5"},
+            "a": {"allOf": [{"$ref": "#/$defs/Name"}]},
+            "o": {"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]},
+            "q": {"type": ["string", "null"]},
+            "l": {"$ref": "#/$defs/loop"},
+            "b": {"type": 5, "anyOf": 5, "$defs": 5},
+            "n": {"$ref": "#/nowhere"},
+        },
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    values = dict.fromkeys("recao", "5") | {"q": '"x"', "l": "null", "b": "5", "n": "5"}
+    made = {**values, "l": None, "b": 5, "n": 5}
+    tags = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+    coder, _ = read(ModelFormat("qwen3-coder", "none"), f"<function=f>{tags}</function>", [9] * 99, tools=(tool,))
+    assert json.loads(coder["calls"][0]["arguments"]) == made
+    elements = f'{M3}<invoke name="f">' + "".join(minimax_m3(*each) for each in values.items()) + f"{M3}</invoke>"
+    m3, _ = read(ModelFormat("minimax-m3", "none"), elements, [9] * 99, tools=(tool,))
+    assert json.loads(m3["calls"][0]["arguments"]) == made
+    for broken in ({"properties": [1]}, {"$ref": "#"}, {"properties": {"x": 5}}):
+        odd = {"type": "function", "function": {"name": "f", "parameters": broken}}
+        found, _ = read(ModelFormat("qwen3-coder", "none"), "<function=f><parameter=x>5</parameter>", [], tools=(odd,))
+        assert json.loads(found["calls"][0]["arguments"]) == {"x": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("\n\n{0}", "", ""),
+        ("I look.\n\n{0}\n{0}\n", "I look.", ""),
+        ("I look.\n\n{0}\nDone.\n", "I look.\n\nDone.\n", ""),
+        ("\n<think>so</think>\n\n{0}", "", "so"),
+        ("\n <tool_call>no", "\n <tool_call>no", ""),
+    ],
+)
+def test_white_space_next_to_calls_is_left_out(text, content, reasoning):
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    for sizes in ([], [1] * 300):
+        made, _ = read(ModelFormat("hermes", "think"), text.replace("{0}", call), sizes)
+        assert (made["content"], made["reasoning_content"]) == (content, reasoning)
+        assert len(made["calls"]) == text.count("{0}")
+
+
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [

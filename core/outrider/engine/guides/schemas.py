@@ -68,6 +68,27 @@ def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return dict(_SchemaReader(schema).read_schema(schema, "#", 0))
 
 
+def find_reference(reference: Any, root: Any) -> Any:
+    """Return the schema in ``root`` that ``reference``, the value of a ``$ref``, points to, or None if there is none."""
+    target: Any = root
+    parts = reference.split("/") if isinstance(reference, str) else [""]
+    for part in parts[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list | tuple) and part.isdecimal() and int(part) < len(target):
+            target = target[int(part)]
+        else:
+            target = target.get(part) if isinstance(target, Mapping) else None
+    return target if parts[0] == "#" else None
+
+
+def resolve_reference(schema: Any, root: Any) -> Mapping[str, Any]:
+    """Return ``schema``, or the schema in ``root`` that its ``$ref`` stands for; an empty schema if there is none."""
+    for _ in range(MAX_DEPTH):
+        if isinstance(schema, Mapping) and "$ref" in schema:
+            schema = find_reference(schema["$ref"], root)
+    return schema if isinstance(schema, Mapping) and "$ref" not in schema else {}
+
+
 class _SchemaReader:
     """The translator of one JSON schema into keywords that xgrammar enforces. ``root`` is the schema that references point
     into.
@@ -116,7 +137,8 @@ class _SchemaReader:
                 "one"
             )
         if key == "$ref":
-            self._look_up(value, pointer)
+            if find_reference(value, self._root) is None:
+                raise _unexpected(f"{pointer}/$ref", value, "'#', or '#/…' that names a schema in this one")
             return {key: value}
         if key in ("const", "enum"):
             values = [value] if key == "const" else value
@@ -132,39 +154,19 @@ class _SchemaReader:
             raise ConfigError(f"the JSON schema has {len(value)} schemas in 'allOf' at {pointer}; write them as one")
         if len(value) > MAX_BRANCHES:
             raise _unexpected(f"{pointer}/{key}", value, f"at most {MAX_BRANCHES} schemas")
+        branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
         if key == "oneOf":
             self._check_disjoint(value, pointer)
-        branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
-
-    def _look_up(self, reference: Any, pointer: str) -> Any:
-        """Return the schema that ``reference`` points to. Raises :class:`ConfigError` if there is none."""
-        target: Any = self._root
-        parts = reference.split("/") if isinstance(reference, str) else [""]
-        for part in parts[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list | tuple) and part.isdecimal() and int(part) < len(target):
-                target = target[int(part)]
-            else:
-                target = target.get(part) if isinstance(target, Mapping) else None
-        if parts[0] != "#" or target is None:
-            raise _unexpected(f"{pointer}/$ref", reference, "'#', or '#/…' that names a schema in this one")
-        return target
 
     def _check_disjoint(self, branches: Any, pointer: str) -> None:
         """Raise :class:`ConfigError` if a value may fit two of the schemas."""
-        resolved = [self._resolved(branch, pointer) for branch in branches]
+        resolved = [resolve_reference(branch, self._root) for branch in branches]
         if not all(_are_disjoint(one, other) for one, other in combinations(resolved, 2)):
             raise ConfigError(
                 f"the JSON schema has 'oneOf' at {pointer}, and a value may fit several of its schemas; use 'anyOf', "
                 "or give each another type, or a required property with a 'const' of its own"
             )
-
-    def _resolved(self, schema: Any, pointer: str) -> Mapping[str, Any]:
-        for _ in range(MAX_DEPTH):
-            if isinstance(schema, Mapping) and "$ref" in schema:
-                schema = self._look_up(schema["$ref"], pointer)
-        return schema if isinstance(schema, Mapping) else {}
 
     def _typed(self, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
         """Return the translation of a schema with ``type``, or with keywords that imply a type."""
