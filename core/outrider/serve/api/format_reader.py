@@ -249,13 +249,31 @@ class FormatReader:
                 yield from self._read_calls(region, head)
 
     def _read_reasoning(self, region: FormatRegion) -> Waiting[None]:
+        """Read reasoning through its end. Some models leave the end out before a call: the answer's end shows that a call
+        that begins in the reasoning is one, and not a draft.
+        """
         self._skips_space = self._drops_space = True
-        position, literal = self._find(region.ends)
-        while not literal:
+        calls = [each for each in self._regions if each.kind == "call" and not each.only_first]
+        starts = [start for each in calls for start in each.starts]
+        while True:
+            position, literal = self._find((*region.ends, *starts))
             self._emit_text("reasoning_content", self._take(position))
-            yield
-            position, literal = self._find(region.ends)
-        self._emit_text("reasoning_content", self._take(position))
+            if literal in region.ends:
+                break
+            if not literal:
+                yield
+            elif not position:
+                call, head = self._match_head(calls)
+                if call is None:
+                    self._emit_text("reasoning_content", self._take(len(literal)))
+                elif head.partial:
+                    yield
+                else:
+                    while not (found := self._find(region.ends))[1]:
+                        if self._last:
+                            return
+                        yield
+                    self._emit_text("reasoning_content", self._take(found[0]))
         self._take(len(literal))
         self._skips_space = True
 
@@ -357,30 +375,38 @@ class FormatReader:
 
     def _read_parameters(self, region: FormatRegion, schema: Any) -> Waiting[None]:
         """Read the arguments of a call, whose ``schema`` is that of the tool's parameters."""
-        is_first, properties = True, _properties(schema, schema)
+        properties, names = _properties(schema, schema), set[str]()
+
+        def is_next(name: str) -> bool:
+            return name not in names and (not properties or name in properties)
+
         while True:
             parameter, end = self._match(rf"\s*{region.parameter}"), self._match(rf"\s*(?:{region.ends[0]})")
             if parameter is not None and not parameter.partial:
                 self._take(parameter.end())
                 key = parameter["key"].strip()
-                self._add_arguments(f"{'{' if is_first else ', '}{json.dumps(key)}: ")
-                is_first, types = False, schema_types(properties.get(key), schema)
+                self._add_arguments(f"{', ' if names else '{'}{json.dumps(key)}: ")
+                types = schema_types(properties.get(key), schema)
+                names.add(key)
                 if region.body == "python":
                     yield from self._read_python_value()
                 else:
                     is_text = bool(parameter.groupdict().get("text")) or types == {"string"}
-                    yield from self._read_value(region.value_ends, None if is_text else types)
+                    yield from self._read_value(region, None if is_text else types, is_next)
             elif (parameter or end) is not None and (end is None or end.partial):
                 yield
             else:
-                self._add_arguments("{}" if is_first else "}")
+                self._add_arguments("}" if names else "{}")
                 self._take(0 if end is None else end.end())
                 return
 
-    def _read_value(self, ends: tuple[str, ...], types: frozenset[str] | None) -> Waiting[None]:
-        """Read a value up to one of ``ends``. ``types`` are those that its schema allows; None stands for a text, which is
-        reported while the model writes it.
+    def _read_value(
+        self, region: FormatRegion, types: frozenset[str] | None, is_next: Callable[[str], bool]
+    ) -> Waiting[None]:
+        """Read a tagged value. ``types`` are those that its schema allows; None stands for a text, which is reported while
+        the model writes it. ``is_next`` tells if a parameter of a name may follow.
         """
+        ends = region.value_ends + region.value_limits
         if types is None:
             self._add_arguments('"')
         if ends[0].startswith("\n"):
@@ -389,26 +415,50 @@ class FormatReader:
             if self._buffer.startswith("\n") and not self._buffer.startswith(ends):
                 self._take(1)
         if types is None:
-            yield from self._read_string(ends)
+            yield from self._read_string(ends, region, is_next)
             return
-        position, literal = self._find(ends)
-        while not literal:
-            if self._last:
-                self._add_arguments(self._take(position))
+        pieces: list[str] = []
+        if (yield from self._read_until(ends, pieces.append, region, is_next)):
+            self._add_arguments(value_to_json("".join(pieces), types))
+        else:
+            self._add_arguments("".join(pieces))
             yield
-            position, literal = self._find(ends)
-        self._add_arguments(value_to_json(self._take(position), types))
-        self._take(len(literal))
 
-    def _read_string(self, ends: tuple[str, ...]) -> Waiting[None]:
+    def _read_string(
+        self, ends: tuple[str, ...], region: FormatRegion | None = None, is_next: Callable[[str], bool] = bool
+    ) -> Waiting[None]:
         """Report text up to one of ``ends`` as the inside of a JSON string, and the quote that ends the string."""
-        position, literal = self._find(ends)
-        while not literal:
-            self._add_arguments(escape_text(self._take(position)))
+        if (yield from self._read_until(ends, lambda text: self._add_arguments(escape_text(text)), region, is_next)):
+            self._add_arguments('"')
+        else:
             yield
+
+    def _read_until(
+        self,
+        ends: tuple[str, ...],
+        report: Callable[[str], object],
+        region: FormatRegion | None,
+        is_next: Callable[[str], bool],
+    ) -> Waiting[bool]:
+        """Pass text to ``report`` up to one of ``ends``, and take the end unless it is a value limit of ``region``.
+
+        Return False if the last text has none of them.
+        """
+        while True:
             position, literal = self._find(ends)
-        self._add_arguments(escape_text(self._take(position)) + '"')
-        self._take(len(literal))
+            report(self._take(position))
+            if literal and (region is None or literal not in region.value_limits):
+                self._take(len(literal))
+                return True
+            limit = self._match(region.limit) if region is not None and literal else None
+            if literal and (limit is None or not (limit.partial or limit["key"] is None or is_next(limit["key"]))):
+                report(self._take(len(literal)))
+            elif limit is not None and not limit.partial:
+                return True
+            elif self._last:
+                return False
+            else:
+                yield
 
     def _read_python_value(self) -> Waiting[None]:
         """Read an argument of a Python call, up to the comma or the bracket that ends it."""
