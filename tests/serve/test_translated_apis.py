@@ -25,9 +25,11 @@ LOOK = {"type": "object", "properties": {"path": {"type": "string"}}, "required"
 TALK = "<think>where is it?</think>I look.\n<tool_call>\n" + json.dumps({"name": "look", "arguments": {"path": "a.py"}})
 TALK += "\n</tool_call>"
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
     "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
 
 
@@ -92,6 +94,17 @@ def test_a_response_has_reasoning_text_and_calls_whole_and_as_a_stream(scripted,
     arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     assert json.loads("".join(arguments)) == {"path": "a.py"}
     assert "<|im_start|>system\nBe short.<|im_end|>" in prompt_of(scripted)
+
+
+def test_the_effort_none_turns_reasoning_off(scripted, gpt):
+    scripted.engine.texts = ["1", "2", "3"]
+    chat = {"model": "m", "messages": [{"role": "user", "content": "go"}], "reasoning_effort": "none"}
+    gpt.responses.create(model="m", input="go", reasoning={"effort": "none"})
+    assert prompt_of(scripted).endswith("assistant\n<think></think>")
+    gpt.chat.completions.create(**chat)
+    assert prompt_of(scripted).endswith("assistant\n<think></think>")
+    gpt.chat.completions.create(**chat, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    assert prompt_of(scripted).endswith("assistant\n")
 
 
 def test_a_response_continues_a_stored_one(scripted, gpt):
@@ -270,6 +283,7 @@ CLAUDE_CODE = {
                 }
             ],
         },
+        {"role": "system", "content": [{"type": "text", "text": "Agents: explore"}]},
     ],
     "tools": [
         {
@@ -302,7 +316,7 @@ def test_the_requests_of_claude_code(scripted):
     assert events[0]["message"]["usage"]["input_tokens"] == len(scripted.engine.prompts[-1])
     assert "".join(event["delta"].get("text", "") for event in events if "delta" in event) == "There is a.py."
     prompt = prompt_of(scripted)
-    assert prompt.startswith("<|im_start|>system\nYou are a CLI.\nBe terse.<|im_end|>")
+    assert prompt.startswith("<|im_start|>system\nYou are a CLI.\nBe terse.\n\nAgents: explore<|im_end|>")
     assert "<think>hm</think>I list.<tool_call>" in prompt
     assert "<|im_start|>tool\na.py<|im_end|>" in prompt
     count = {key: CLAUDE_CODE[key] for key in ("model", "messages", "tools", "system", "thinking")}

@@ -19,7 +19,7 @@ from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.media.chat_template import ChatTemplate
 from outrider.serve.api.model_formats import ModelFormat, choose_format
-from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart
+from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, thinking_variables
 from outrider.serve.api.responses import ApiError, bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
 
@@ -191,6 +191,8 @@ class PromptBuilder:
         variables = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            variables = {**thinking_variables(False), **variables}
         # Parameters of transformers' apply_chat_template, which a request must not set.
         reserved = {
             "messages",

@@ -268,7 +268,9 @@ class ChatRequest(SamplingFields):
     tools: Annotated[ListOf[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
+    reasoning_effort: _ShortText | None = Field(
+        None, description="A variable for the chat template. none also sets enable_thinking and thinking to false."
+    )
     verbosity: _ShortText | None = None
     modalities: ListOf[_ShortText] | None = None
     audio: NestedObject | None = None
@@ -289,6 +291,11 @@ class ChatRequest(SamplingFields):
         if self.tool_choice == "auto" and not self.tools:
             self.tool_choice = None
         return self
+
+
+def thinking_variables(enabled: bool) -> dict[str, bool]:
+    """Return the chat-template variables that turn reasoning on (``enabled``) or off, under both names that templates use."""
+    return {"enable_thinking": enabled, "thinking": enabled}
 
 
 _MIN_SAMPLING_TEMPERATURE = 1e-5
