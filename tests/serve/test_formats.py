@@ -327,6 +327,28 @@ def test_what_is_no_call_is_content_without_a_loss():
     assert made == {"content": text, "reasoning_content": "", "calls": []}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3-coder", '<tool_call>\n<function=look>\n{"path": "x"}\n</function>\n</tool_call>'),
+        ("seed", "<seed:tool_call><function=look>path</function></seed:tool_call>"),
+        ("deepseek", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look">\n<parameter name="path">x</｜DSML｜parameter>'),
+        ("minimax", '<minimax:tool_call>\n<invoke name="look">\n{"path": "x"}\n</invoke>'),
+    ],
+)
+def test_a_call_without_readable_arguments_is_content(name, text):
+    """Not a call without arguments, which a client would run."""
+    for sizes in ([], [1] * 200):
+        made, _ = read(ModelFormat(name, "none"), text, sizes)
+        assert made == {"content": text, "reasoning_content": "", "calls": []}
+
+
+def test_analysis_with_a_content_type_is_reasoning():
+    text = "<|channel|>analysis to=python code<|message|>1+1<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>"
+    made, _ = read(ModelFormat("harmony", "harmony"), text, [3] * 99)
+    assert made == {"content": "2", "reasoning_content": "1+1", "calls": []}
+
+
 def test_values_have_the_types_of_the_schema():
     schema = {
         "type": "object",
