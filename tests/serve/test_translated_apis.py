@@ -96,6 +96,16 @@ def test_a_response_has_reasoning_text_and_calls_whole_and_as_a_stream(scripted,
     assert "<|im_start|>system\nBe short.<|im_end|>" in prompt_of(scripted)
 
 
+def test_arguments_of_an_earlier_call_are_an_object(scripted, gpt):
+    """An empty text too: templates go through the names of the arguments."""
+    for given, read in (("", {}), (" ", {}), ('{"a": 1}', {"a": 1})):
+        scripted.engine.texts = ["yes"]
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": given}}
+        messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+        gpt.chat.completions.create(model="m", messages=messages)
+        assert json.dumps({"name": "look", "arguments": read}) in prompt_of(scripted)
+
+
 def test_the_effort_none_turns_reasoning_off(scripted, gpt):
     scripted.engine.texts = ["1", "2", "3"]
     chat = {"model": "m", "messages": [{"role": "user", "content": "go"}], "reasoning_effort": "none"}

@@ -322,11 +322,11 @@ def _decode_image(data: bytes, field: str) -> Any:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a tool call as an object, which chat templates expect. Text that is no JSON object is returned
-    unchanged.
+    """Return the arguments of a tool call as an object, which chat templates expect. An empty text stands for no arguments.
+    Text that is no JSON object is returned unchanged.
     """
     try:
-        arguments = json.loads(text)
+        arguments = json.loads(text.strip() or "{}")
     except ValueError:
         return text
     return arguments if isinstance(arguments, dict) else text
