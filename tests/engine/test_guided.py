@@ -445,6 +445,16 @@ def test_schemas_that_clients_derive_from_their_types():
         assert _is_grammar_accept_string(grammar, text) == fits, text
 
 
+def test_tuples_of_older_drafts():
+    first = [{"type": "integer"}, {"type": "array", "items": [{"type": "null"}]}]
+    old = JsonSchema({"type": "array", "items": first, "additionalItems": {"type": "string"}, "minItems": 2})
+    first[1] = {"type": "array", "prefixItems": first[1]["items"]}
+    new = JsonSchema({"type": "array", "prefixItems": first, "items": {"type": "string"}, "minItems": 2})
+    assert json.loads(old.compiler_text) == json.loads(new.compiler_text)
+    with pytest.raises(ConfigError, match="additionalItems"):
+        JsonSchema({"type": "array", "items": {}, "additionalItems": False})
+
+
 @pytest.mark.parametrize(
     ("guide", "said"),
     [

@@ -6,7 +6,7 @@ Supported keywords:
   ``oneOf`` of schemas that have no value in common;
 - numbers: ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``;
 - strings: ``minLength`` and ``maxLength``, or ``pattern`` (for the whole string), or ``format``;
-- arrays: ``items``, ``prefixItems``, ``minItems``, ``maxItems``;
+- arrays: ``items``, ``prefixItems`` (in older drafts a list in ``items``), ``minItems``, ``maxItems``;
 - objects: ``properties``, ``required``, ``additionalProperties``, ``minProperties``, ``maxProperties``.
 
 Descriptions, titles, defaults, examples and OpenAPI's ``discriminator`` have no effect, and neither has ``propertyNames`` if
@@ -114,6 +114,10 @@ class _SchemaReader:
         keywords = _without_annotations(schema)
         if _allows_every_text(keywords.get("propertyNames")):
             del keywords["propertyNames"]
+        if isinstance(keywords.get("items"), list | tuple) and "prefixItems" not in keywords:  # drafts before 2020-12
+            keywords["prefixItems"] = keywords.pop("items")
+            if "additionalItems" in keywords:
+                keywords["items"] = keywords.pop("additionalItems")
         definitions = {
             key: self._definitions(keywords.pop(key), f"{pointer}/{key}", depth) for key in _DEFINITIONS if key in keywords
         }
