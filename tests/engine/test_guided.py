@@ -6,9 +6,11 @@ import threading
 
 import pytest
 import torch
+import xgrammar
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from xgrammar.testing import _is_grammar_accept_string
 
 from engine.guided_schemas import SCHEMAS, check_fits
 from outrider import Engine, SamplingParams
@@ -84,8 +86,6 @@ def sim(bundled_dir):
 @pytest.fixture(scope="module")
 def library(cpu):
     """xgrammar's own objects, made as its documentation says; nothing of the engine's."""
-    import xgrammar
-
     vocabulary = cpu.tokenizer.vocab_size
     texts = [cpu.tokenizer._tokenizer.id_to_token(token) for token in range(vocabulary)]
     texts[0] = texts[1] = ""
@@ -96,8 +96,6 @@ def library(cpu):
 @pytest.fixture(scope="module")
 def oracle(bundled_dir, library):
     """The likeliest token that the mask lets through, one after the other, from transformers' logits."""
-    import xgrammar
-
     model = AutoModelForCausalLM.from_pretrained(bundled_dir / "target", dtype=torch.float64).eval()
     compiled = {
         "schema": lambda: library.compile_json_schema(json.dumps(SCHEMA), max_whitespace_cnt=16),
@@ -406,6 +404,8 @@ WRONG = {
     "'minimum' beside '\\$ref'": lambda: JsonSchema({"$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {}}}),
     "names a schema": lambda: JsonSchema({"$ref": "http://example.com/schema"}),
     "several of its schemas": lambda: JsonSchema({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+    "'propertyNames'": lambda: JsonSchema({"type": "object", "propertyNames": {"pattern": "a"}}),
+    "at most 2\\*\\*53": lambda: JsonSchema({"type": "number", "minimum": 1e16}),
     "requires 'b'": lambda: JsonSchema({"type": "object", "properties": {"a": {}}, "required": ["b"]}),
     "isn't of its type": lambda: JsonSchema({"type": "string", "enum": ["a", 1]}),
     "one of null": lambda: JsonSchema({"type": "text"}),
@@ -427,6 +427,32 @@ WRONG = {
 def test_a_guide_that_cannot_be_enforced_is_an_error_when_it_is_made(said):
     with pytest.raises(ConfigError, match=said):
         WRONG[said]()
+
+
+def test_schemas_that_clients_derive_from_their_types():
+    """Pydantic names the property that tells schemas of ``oneOf`` apart; Zod limits integers to JavaScript's safe ones."""
+    safe = 2**53 - 1
+    kinds = [{"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]} for name in ("a", "b")]
+    number = {"type": "integer", "minimum": -safe, "maximum": safe}
+    names = {"propertyNames": {"type": "string"}, "additionalProperties": number}
+    schema = {"oneOf": [*kinds, {"type": "object", **names}], "discriminator": {"propertyName": "kind"}}
+    with pytest.raises(ConfigError, match="several of its schemas"):
+        JsonSchema(schema)
+    schema["oneOf"][2] = {"type": "array", "items": {"type": "object", **names}}
+    grammar = xgrammar.Grammar.from_json_schema(JsonSchema(schema).compiler_text)
+    texts = {f'[{{"x": {number}}}]': abs(number) <= safe for number in (safe, safe + 1, -safe, -safe - 1)}
+    for text, fits in {'{"kind": "b"}': True, '{"kind": "c"}': False, **texts}.items():
+        assert _is_grammar_accept_string(grammar, text) == fits, text
+
+
+def test_tuples_of_older_drafts():
+    first = [{"type": "integer"}, {"type": "array", "items": [{"type": "null"}]}]
+    old = JsonSchema({"type": "array", "items": first, "additionalItems": {"type": "string"}, "minItems": 2})
+    first[1] = {"type": "array", "prefixItems": first[1]["items"]}
+    new = JsonSchema({"type": "array", "prefixItems": first, "items": {"type": "string"}, "minItems": 2})
+    assert json.loads(old.compiler_text) == json.loads(new.compiler_text)
+    with pytest.raises(ConfigError, match="additionalItems"):
+        JsonSchema({"type": "array", "items": {}, "additionalItems": False})
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,38 @@ def test_calls_and_reasoning_of_a_family(family):
     assert "path" in none["content"]
 
 
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each[1] != "none"], ids=lambda each: each[2] or each[0])
+def test_a_call_in_reasoning_is_one_if_the_reasoning_has_no_end(family):
+    tool_format, reasoning_format, described, before, call, after = family
+    model_format, prompt = ModelFormat(tool_format, reasoning_format), OPENERS.get(described, "")
+    end = REASONING_FORMATS[reasoning_format][0].ends[0]
+    reasoning, opener = before.split(end)
+    for sizes in ([], [1] * 500):
+        made, _ = read(model_format, reasoning + opener + call + after, sizes, prompt=prompt)
+        assert [(each["name"], json.loads(each["arguments"])) for each in made["calls"]] == [("look", ARGUMENTS)]
+        draft, _ = read(model_format, f"{reasoning}{opener}{call}{after}{end}done", sizes, prompt=prompt)
+        assert (draft["calls"], draft["content"]) == ([], "done")
+        assert "hm, <b>" in made["reasoning_content"] < draft["reasoning_content"]
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("qwen3-coder", "</parameter>\n"), ("minimax", "</parameter>"), ("deepseek", "</｜DSML｜parameter>")],
+)
+def test_a_value_without_an_end_ends_before_the_next_tag(name, missing):
+    """Long contexts make models leave tags out. Tags of parameters that can't come next are a part of the value."""
+    call = next(family[4] for family in FAMILIES if family[0] == name and missing in family[4])
+    text = {"qwen3-coder": "{}", "minimax": "<minimax:tool_call>{}</minimax:tool_call>", "deepseek": "{}"}[name].format(call)
+    for sizes in ([], [1] * 500):
+        made, _ = read(ModelFormat(name, "none"), text.replace(missing, ""), sizes)
+        assert [json.loads(each["arguments"]) for each in made["calls"]] == [ARGUMENTS]
+        assert made["content"].strip() == ""
+    if name != "deepseek":
+        quoted = ARGUMENTS["path"] + "\n<parameter=path>\n<parameter name=path>\n<parameter=no>\n</function>\n</invoke>\nx"
+        made, _ = read(ModelFormat(name, "none"), text.replace(ARGUMENTS["path"], quoted), [3] * 500)
+        assert [json.loads(each["arguments"]) for each in made["calls"]] == [{**ARGUMENTS, "path": quoted}]
+
+
 PIECES = sorted(
     {piece for family in FAMILIES for piece in (family[3], family[4][:30], family[4][-25:], family[5])}
     | {literal for region in sum(TOOL_FORMATS.values(), ()) for literal in region.starts}
@@ -295,6 +327,28 @@ def test_what_is_no_call_is_content_without_a_loss():
     assert made == {"content": text, "reasoning_content": "", "calls": []}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3-coder", '<tool_call>\n<function=look>\n{"path": "x"}\n</function>\n</tool_call>'),
+        ("seed", "<seed:tool_call><function=look>path</function></seed:tool_call>"),
+        ("deepseek", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look">\n<parameter name="path">x</｜DSML｜parameter>'),
+        ("minimax", '<minimax:tool_call>\n<invoke name="look">\n{"path": "x"}\n</invoke>'),
+    ],
+)
+def test_a_call_without_readable_arguments_is_content(name, text):
+    """Not a call without arguments, which a client would run."""
+    for sizes in ([], [1] * 200):
+        made, _ = read(ModelFormat(name, "none"), text, sizes)
+        assert made == {"content": text, "reasoning_content": "", "calls": []}
+
+
+def test_analysis_with_a_content_type_is_reasoning():
+    text = "<|channel|>analysis to=python code<|message|>1+1<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>"
+    made, _ = read(ModelFormat("harmony", "harmony"), text, [3] * 99)
+    assert made == {"content": "2", "reasoning_content": "1+1", "calls": []}
+
+
 def test_values_have_the_types_of_the_schema():
     schema = {
         "type": "object",
@@ -305,6 +359,55 @@ def test_values_have_the_types_of_the_schema():
     inner = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
     made, _ = read(ModelFormat("qwen3-coder", "none"), f"<function=f>{inner}</function>", [5] * 99, tools=(tool,))
     assert json.loads(made["calls"][0]["arguments"]) == {"a": True, "b": "many", "c": [1], "d": "plain", "s": "5"}
+
+
+def test_types_come_from_the_whole_schema():
+    """By reference, by the values of an enumeration, and by one of several schemas. Broken schemas allow any type."""
+    schema = {
+        "$defs": {"Name": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "null"}]}},
+        "properties": {
+            "r": {"$ref": "#/$defs/Name"},
+            "e": {"enum": ["5", "6"]},
+            "c": {"const": "5"},
+            "a": {"allOf": [{"$ref": "#/$defs/Name"}]},
+            "o": {"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]},
+            "q": {"type": ["string", "null"]},
+            "l": {"$ref": "#/$defs/loop"},
+            "b": {"type": 5, "anyOf": 5, "$defs": 5},
+            "n": {"$ref": "#/nowhere"},
+        },
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    values = dict.fromkeys("recao", "5") | {"q": '"x"', "l": "null", "b": "5", "n": "5"}
+    made = {**values, "l": None, "b": 5, "n": 5}
+    tags = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+    coder, _ = read(ModelFormat("qwen3-coder", "none"), f"<function=f>{tags}</function>", [9] * 99, tools=(tool,))
+    assert json.loads(coder["calls"][0]["arguments"]) == made
+    elements = f'{M3}<invoke name="f">' + "".join(minimax_m3(*each) for each in values.items()) + f"{M3}</invoke>"
+    m3, _ = read(ModelFormat("minimax-m3", "none"), elements, [9] * 99, tools=(tool,))
+    assert json.loads(m3["calls"][0]["arguments"]) == made
+    for broken in ({"properties": [1]}, {"$ref": "#"}, {"properties": {"x": 5}}):
+        odd = {"type": "function", "function": {"name": "f", "parameters": broken}}
+        found, _ = read(ModelFormat("qwen3-coder", "none"), "<function=f><parameter=x>5</parameter>", [], tools=(odd,))
+        assert json.loads(found["calls"][0]["arguments"]) == {"x": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("\n\n{0}", "", ""),
+        ("I look.\n\n{0}\n{0}\n", "I look.", ""),
+        ("I look.\n\n{0}\nDone.\n", "I look.\n\nDone.\n", ""),
+        ("\n<think>so</think>\n\n{0}", "", "so"),
+        ("\n <tool_call>no", "\n <tool_call>no", ""),
+    ],
+)
+def test_white_space_next_to_calls_is_left_out(text, content, reasoning):
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    for sizes in ([], [1] * 300):
+        made, _ = read(ModelFormat("hermes", "think"), text.replace("{0}", call), sizes)
+        assert (made["content"], made["reasoning_content"]) == (content, reasoning)
+        assert len(made["calls"]) == text.count("{0}")
 
 
 @pytest.mark.parametrize(
@@ -326,11 +429,13 @@ def test_arguments_of_python_calls(text, arguments):
 
 
 @pytest.mark.parametrize(
-    "text", ["[print(x)] and more", "[1, 2]", "[f(x) for x in y]", "see [look(a=1)]", "<|python_start|>x = f(a == 1)"]
+    "text",
+    ["[print(x)] and more", "[1, 2]", "[f(x) for x in y]", "see [look(a=1)]", "<|python_start|>f(a == 1)", "[f(a==1)]"],
 )
 def test_python_that_is_no_call_is_content(text):
-    made, _ = read(ModelFormat("pythonic", "none"), text, [3] * 40)
-    assert made == {"content": text, "reasoning_content": "", "calls": []}
+    for sizes in ([], [1] * 40):
+        made, _ = read(ModelFormat("pythonic", "none"), text, sizes)
+        assert made == {"content": text, "reasoning_content": "", "calls": []}
 
 
 def test_elements_of_minimax_m3():

@@ -166,6 +166,8 @@ def test_a_tool_that_must_be_called_is_called(client):
     assert required.finish_reason == "tool_calls"
     assert {call.function.name for call in required.message.tool_calls} == {"pick"}
     assert required.message.content is None
+    chunks = client.chat.completions.create(**{**asked, "max_tokens": 16}, tool_choice="required", stream=True)
+    assert all(choice.delta.to_dict() or choice.finish_reason for chunk in chunks for choice in chunk.choices)
 
 
 def test_a_stream_says_what_was_drafted(client):

@@ -1,16 +1,20 @@
 """OpenAI's Responses and Anthropic's Messages by the official clients, and in the request shapes of two coding agents."""
 
 import json
+from typing import get_args, get_type_hints
 
 import anthropic
 import httpx
 import openai
 import pytest
 from anthropic.types.beta import message_create_params
+from openai.types import chat, shared_params
+from openai.types.chat import chat_completion_content_part_image_param, completion_create_params
 from openai.types.responses import response_create_params
 
 from outrider.model import Tokenizer
 from outrider.serve.api.messages_api import MessagesRequest
+from outrider.serve.api.request_fields import ChatRequest, ImageUrl, MessagePart, Tool, ToolFunction
 from outrider.serve.api.responses import ApiError
 from outrider.serve.api.responses_api import ResponsesRequest, ResponseStore
 from serve.conftest import BUNDLED
@@ -21,9 +25,11 @@ LOOK = {"type": "object", "properties": {"path": {"type": "string"}}, "required"
 TALK = "<think>where is it?</think>I look.\n<tool_call>\n" + json.dumps({"name": "look", "arguments": {"path": "a.py"}})
 TALK += "\n</tool_call>"
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
     "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
 
 
@@ -88,6 +94,27 @@ def test_a_response_has_reasoning_text_and_calls_whole_and_as_a_stream(scripted,
     arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     assert json.loads("".join(arguments)) == {"path": "a.py"}
     assert "<|im_start|>system\nBe short.<|im_end|>" in prompt_of(scripted)
+
+
+def test_arguments_of_an_earlier_call_are_an_object(scripted, gpt):
+    """An empty text too: templates go through the names of the arguments."""
+    for given, read in (("", {}), (" ", {}), ('{"a": 1}', {"a": 1})):
+        scripted.engine.texts = ["yes"]
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": given}}
+        messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+        gpt.chat.completions.create(model="m", messages=messages)
+        assert json.dumps({"name": "look", "arguments": read}) in prompt_of(scripted)
+
+
+def test_the_effort_none_turns_reasoning_off(scripted, gpt):
+    scripted.engine.texts = ["1", "2", "3"]
+    chat = {"model": "m", "messages": [{"role": "user", "content": "go"}], "reasoning_effort": "none"}
+    gpt.responses.create(model="m", input="go", reasoning={"effort": "none"})
+    assert prompt_of(scripted).endswith("assistant\n<think></think>")
+    gpt.chat.completions.create(**chat)
+    assert prompt_of(scripted).endswith("assistant\n<think></think>")
+    gpt.chat.completions.create(**chat, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    assert prompt_of(scripted).endswith("assistant\n")
 
 
 def test_a_response_continues_a_stored_one(scripted, gpt):
@@ -266,6 +293,7 @@ CLAUDE_CODE = {
                 }
             ],
         },
+        {"role": "system", "content": [{"type": "text", "text": "Agents: explore"}]},
     ],
     "tools": [
         {
@@ -298,7 +326,7 @@ def test_the_requests_of_claude_code(scripted):
     assert events[0]["message"]["usage"]["input_tokens"] == len(scripted.engine.prompts[-1])
     assert "".join(event["delta"].get("text", "") for event in events if "delta" in event) == "There is a.py."
     prompt = prompt_of(scripted)
-    assert prompt.startswith("<|im_start|>system\nYou are a CLI.\nBe terse.<|im_end|>")
+    assert prompt.startswith("<|im_start|>system\nYou are a CLI.\nBe terse.\n\nAgents: explore<|im_end|>")
     assert "<think>hm</think>I list.<tool_call>" in prompt
     assert "<|im_start|>tool\na.py<|im_end|>" in prompt
     count = {key: CLAUDE_CODE[key] for key in ("model", "messages", "tools", "system", "thinking")}
@@ -441,8 +469,28 @@ def test_the_store_of_responses_is_bounded():
     [
         (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
         (message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (completion_create_params.CompletionCreateParamsBase, ChatRequest),
+        (chat.ChatCompletionContentPartTextParam, MessagePart),
+        (chat.ChatCompletionContentPartImageParam, MessagePart),
+        (chat_completion_content_part_image_param.ImageURL, ImageUrl),
+        (chat.ChatCompletionFunctionToolParam, Tool),
+        (shared_params.FunctionDefinition, ToolFunction),
     ],
 )
 def test_every_field_of_the_official_client_is_known(params, request_class):
-    known = request_class.model_fields.keys() | request_class.refused.keys() | request_class.ignored
-    assert params.__annotations__.keys() <= known
+    elsewhere = {*getattr(request_class, "refused", ()), *getattr(request_class, "ignored", ())}
+    assert params.__annotations__.keys() <= request_class.model_fields.keys() | elsewhere
+
+
+def test_parts_may_have_hints_that_have_no_effect(gpt, scripted):
+    scripted.engine.texts = ["yes"]
+    part = {
+        "type": "text",
+        "text": "go",
+        "cache_control": {"type": "ephemeral"},
+        "prompt_cache_breakpoint": {"mode": "explicit"},
+    }
+    gpt.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+    assert "user\ngo<" in prompt_of(scripted)
+    for detail in get_args(get_type_hints(chat_completion_content_part_image_param.ImageURL)["detail"]):
+        assert ImageUrl(url="data:", detail=detail).detail == detail

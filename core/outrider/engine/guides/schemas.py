@@ -6,10 +6,11 @@ Supported keywords:
   ``oneOf`` of schemas that have no value in common;
 - numbers: ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``;
 - strings: ``minLength`` and ``maxLength``, or ``pattern`` (for the whole string), or ``format``;
-- arrays: ``items``, ``prefixItems``, ``minItems``, ``maxItems``;
+- arrays: ``items``, ``prefixItems`` (in older drafts a list in ``items``), ``minItems``, ``maxItems``;
 - objects: ``properties``, ``required``, ``additionalProperties``, ``minProperties``, ``maxProperties``.
 
-Descriptions, titles, defaults and examples have no effect.
+Descriptions, titles, defaults, examples and OpenAPI's ``discriminator`` have no effect, and neither has ``propertyNames`` if
+it allows every name.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ MAX_BRANCHES = 128
 """Maximum number of alternatives in ``anyOf`` and ``oneOf``."""
 MAX_COUNT = 1 << 16
 """Maximum value of a length limit or an item count."""
+MAX_NUMBER = 1 << 53
+"""Maximum absolute value of a limit of numbers. JavaScript's safe integers, the limits of Zod's ``z.int()``, are below it."""
 
 _ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id")
+    (
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("$comment", "$schema", "$id"),
+    )
 )
 _DEFINITIONS = ("$defs", "definitions")
 _COMBINATORS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -62,6 +68,27 @@ def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return dict(_SchemaReader(schema).read_schema(schema, "#", 0))
 
 
+def find_reference(reference: Any, root: Any) -> Any:
+    """Return the schema in ``root`` that ``reference``, the value of a ``$ref``, points to, or None if there is none."""
+    target: Any = root
+    parts = reference.split("/") if isinstance(reference, str) else [""]
+    for part in parts[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list | tuple) and part.isdecimal() and int(part) < len(target):
+            target = target[int(part)]
+        else:
+            target = target.get(part) if isinstance(target, Mapping) else None
+    return target if parts[0] == "#" else None
+
+
+def resolve_reference(schema: Any, root: Any) -> Mapping[str, Any]:
+    """Return ``schema``, or the schema in ``root`` that its ``$ref`` stands for; an empty schema if there is none."""
+    for _ in range(MAX_DEPTH):
+        if isinstance(schema, Mapping) and "$ref" in schema:
+            schema = find_reference(schema["$ref"], root)
+    return schema if isinstance(schema, Mapping) and "$ref" not in schema else {}
+
+
 class _SchemaReader:
     """The translator of one JSON schema into keywords that xgrammar enforces. ``root`` is the schema that references point
     into.
@@ -84,7 +111,13 @@ class _SchemaReader:
             return {}
         if not isinstance(schema, Mapping):
             raise _unexpected(pointer, schema, "a schema: an object, or true")
-        keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        keywords = _without_annotations(schema)
+        if _allows_every_text(keywords.get("propertyNames")):
+            del keywords["propertyNames"]
+        if isinstance(keywords.get("items"), list | tuple) and "prefixItems" not in keywords:  # drafts before 2020-12
+            keywords["prefixItems"] = keywords.pop("items")
+            if "additionalItems" in keywords:
+                keywords["items"] = keywords.pop("additionalItems")
         definitions = {
             key: self._definitions(keywords.pop(key), f"{pointer}/{key}", depth) for key in _DEFINITIONS if key in keywords
         }
@@ -108,7 +141,8 @@ class _SchemaReader:
                 "one"
             )
         if key == "$ref":
-            self._look_up(value, pointer)
+            if find_reference(value, self._root) is None:
+                raise _unexpected(f"{pointer}/$ref", value, "'#', or '#/…' that names a schema in this one")
             return {key: value}
         if key in ("const", "enum"):
             values = [value] if key == "const" else value
@@ -124,39 +158,19 @@ class _SchemaReader:
             raise ConfigError(f"the JSON schema has {len(value)} schemas in 'allOf' at {pointer}; write them as one")
         if len(value) > MAX_BRANCHES:
             raise _unexpected(f"{pointer}/{key}", value, f"at most {MAX_BRANCHES} schemas")
+        branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
         if key == "oneOf":
             self._check_disjoint(value, pointer)
-        branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
-
-    def _look_up(self, reference: Any, pointer: str) -> Any:
-        """Return the schema that ``reference`` points to. Raises :class:`ConfigError` if there is none."""
-        target: Any = self._root
-        parts = reference.split("/") if isinstance(reference, str) else [""]
-        for part in parts[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list | tuple) and part.isdecimal() and int(part) < len(target):
-                target = target[int(part)]
-            else:
-                target = target.get(part) if isinstance(target, Mapping) else None
-        if parts[0] != "#" or target is None:
-            raise _unexpected(f"{pointer}/$ref", reference, "'#', or '#/…' that names a schema in this one")
-        return target
 
     def _check_disjoint(self, branches: Any, pointer: str) -> None:
         """Raise :class:`ConfigError` if a value may fit two of the schemas."""
-        resolved = [self._resolved(branch, pointer) for branch in branches]
+        resolved = [resolve_reference(branch, self._root) for branch in branches]
         if not all(_are_disjoint(one, other) for one, other in combinations(resolved, 2)):
             raise ConfigError(
                 f"the JSON schema has 'oneOf' at {pointer}, and a value may fit several of its schemas; use 'anyOf', "
                 "or give each another type, or a required property with a 'const' of its own"
             )
-
-    def _resolved(self, schema: Any, pointer: str) -> Mapping[str, Any]:
-        for _ in range(MAX_DEPTH):
-            if isinstance(schema, Mapping) and "$ref" in schema:
-                schema = self._look_up(schema["$ref"], pointer)
-        return schema if isinstance(schema, Mapping) else {}
 
     def _typed(self, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
         """Return the translation of a schema with ``type``, or with keywords that imply a type."""
@@ -185,8 +199,9 @@ class _SchemaReader:
             if key in keywords and not (_is_int(keywords[key]) and 0 <= keywords[key] <= MAX_COUNT):
                 raise _unexpected(f"{pointer}/{key}", keywords[key], f"a whole number of 0 to {MAX_COUNT}")
         for key in _NUMBER_KEYWORDS & keywords.keys():
-            if not isinstance(keywords[key], int | float) or isinstance(keywords[key], bool) or abs(keywords[key]) > 1e15:
-                raise _unexpected(f"{pointer}/{key}", keywords[key], "a number of at most 1e15")
+            limit = keywords[key]
+            if not isinstance(limit, int | float) or isinstance(limit, bool) or abs(limit) > MAX_NUMBER:
+                raise _unexpected(f"{pointer}/{key}", limit, "a number of at most 2**53")
         result: dict[str, Any] = {"type": name, **keywords}
         if name == "string":
             self._string(result, pointer)
@@ -261,6 +276,14 @@ class _SchemaReader:
                 f"the JSON schema has 'minProperties' {result['minProperties']} at {pointer} without 'properties'; more than "
                 "1 can't be enforced"
             )
+
+
+def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+
+
+def _allows_every_text(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, Mapping) and _without_annotations(schema) in ({}, {"type": "string"}))
 
 
 def _types(schema: Any, pointer: str) -> tuple[str, ...]:

@@ -57,11 +57,15 @@ class ConversationBuilder:
         self.messages: list[dict[str, Any]] = []
 
     def add_message(self, role: str, content: str | list[dict[str, Any]]) -> None:
-        """Append a message of the user or the system. System messages at the start become one message."""
-        if role in _SYSTEM_ROLES and len(self.messages) == 1 and self.messages[0]["role"] in _SYSTEM_ROLES:
-            self.messages[0]["content"] = f"{self.messages[0]['content']}\n\n{_joined(content)}"
+        """Append a message of the user. All messages of the system become the first message: many chat templates refuse a
+        later one.
+        """
+        if role not in _SYSTEM_ROLES:
+            self.messages.append({"role": role, "content": content})
+        elif self.messages and self.messages[0]["role"] in _SYSTEM_ROLES:
+            self.messages[0]["content"] += f"\n\n{_joined(content)}"
         else:
-            self.messages.append({"role": role, "content": _joined(content) if role in _SYSTEM_ROLES else content})
+            self.messages.insert(0, {"role": role, "content": _joined(content)})
 
     def add_reasoning(self, text: str) -> None:
         """Append reasoning of the assistant, which precedes the text and the calls of its message."""
@@ -106,11 +110,6 @@ def image_part(url: str) -> dict[str, Any]:
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     """Return the tool of a chat request for a function's name, description and parameters."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def thinking_variables(enabled: bool) -> dict[str, bool]:
-    """Return the chat-template variables that turn reasoning on (``enabled``) or off, under both names that templates use."""
-    return {"enable_thinking": enabled, "thinking": enabled}
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:

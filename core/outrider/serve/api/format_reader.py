@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import regex
 
+from outrider.engine.guides.schemas import resolve_reference
 from outrider.engine.requests.sampling import partial_match_length
 from outrider.serve.api.model_formats import NAMED_ARGUMENTS, FormatRegion, ModelFormat
 
@@ -74,27 +75,44 @@ def escape_text(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
-def schema_types(schema: Any) -> frozenset[str]:
-    """Return the types that a JSON schema names, or an empty result if the schema allows any type."""
-    if not isinstance(schema, dict):
+def schema_types(schema: Any, root: Any, seen: set[int] | None = None) -> frozenset[str]:
+    """Return the types that a JSON schema allows, or an empty result if it allows any type.
+
+    References point into ``root``. Schemas whose ids are in ``seen`` have been counted.
+    """
+    schema, seen = resolve_reference(schema, root), set() if seen is None else seen
+    if id(schema) in seen:
         return frozenset()
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
-    for key in ("anyOf", "oneOf"):
-        for choice in schema.get(key) or ():
-            found |= schema_types(choice)
+    seen.add(id(schema))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    found = {each for each in _listed(schema.get("type")) if isinstance(each, str)}
+    found = found or {name for each in _listed(values) for name in _TYPES[type(each)]}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for choice in _listed(schema.get(key)):
+            found |= schema_types(choice, root, seen)
     return frozenset(found)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _properties(schema: Any, root: Any) -> Mapping[str, Any]:
+    """Return the properties of an object's schema by their names, or an empty mapping if the schema has none."""
+    properties = resolve_reference(schema, root).get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def value_to_json(text: str, types: frozenset[str]) -> str:
     """Return a tagged value as JSON: a value of ``types`` if the text is one, else the text.
 
-    Some models write lists, objects, booleans and null as Python does.
+    Models write texts without quotation marks. Some write lists, objects, booleans and null as Python does.
     """
     stripped = text.strip()
     for read, accepted in ((json.loads, _TYPES), (ast.literal_eval, (bool, list, dict, type(None)))):
         value, encoded = _encoded(stripped, read)
-        if encoded and type(value) in accepted and (not types or not types.isdisjoint(_TYPES[type(value)])):
+        is_allowed = not types or (type(value) is not str and not types.isdisjoint(_TYPES[type(value)]))
+        if encoded and type(value) in accepted and is_allowed:
             return encoded
     return json.dumps(text)
 
@@ -121,10 +139,11 @@ class ArgumentElement:
     the next pieces of that JSON.
     """
 
-    def __init__(self, name: str, schema: Any) -> None:
+    def __init__(self, name: str, schema: Any, root: Any) -> None:
+        """Create the element of the argument or call ``name``. References in ``schema`` point into ``root``."""
         self.name = name
-        self._schema = schema if isinstance(schema, dict) else {}
-        self._types = schema_types(schema)
+        self._schema, self._root = resolve_reference(schema, root), root
+        self._types = schema_types(schema, root)
         self._brackets = ""
         self._has_quote = False
         self.is_text = self._types == {"string"}
@@ -149,10 +168,9 @@ class ArgumentElement:
             self._brackets = "[]" if name == "item" and self._types <= {"array", "null"} else "{}"
             before = self._brackets[0]
         if self._brackets == "[]":
-            return before, ArgumentElement(name, self._schema.get("items"))
-        properties = self._schema.get("properties")
-        schema = properties.get(name) if isinstance(properties, dict) else None
-        return f"{before}{json.dumps(name)}: ", ArgumentElement(name, schema)
+            return before, ArgumentElement(name, self._schema.get("items"), self._root)
+        schema = _properties(self._schema, self._root).get(name)
+        return f"{before}{json.dumps(name)}: ", ArgumentElement(name, schema, self._root)
 
     def close(self) -> str:
         """Return the JSON that ends the element: the whole value if no piece of it was returned before."""
@@ -191,15 +209,17 @@ class FormatReader:
         ``prompt`` is the text before the answer. Without ``tools`` all calls are content; ``max_calls`` limits them.
         """
         self._regions = [region for region in model_format.regions if tools or region.kind != "call"]
-        self._properties = {
-            tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
-        }
+        self._parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._max_calls = max_calls
         reasoning = model_format.open_reasoning(prompt)
         self._buffer, self._last = "", False
         self._delta: dict[str, Any] = {}
         self._count = 0
         self._has_text = self._skips_space = reasoning is not None
+        self._space = ""
+        """White space at the end of the content so far; :meth:`feed` reports it once text follows."""
+        self._drops_space = False
+        """True if a call or reasoning follows :attr:`_space`, so that at the end of the answer it is left out."""
         self._parts = self._read_answer(reasoning)
 
     @property
@@ -212,6 +232,8 @@ class FormatReader:
         self._buffer += text
         self._delta, self._last = {}, last
         next(self._parts)
+        if last and self._space and not self._drops_space:
+            self._delta["content"] = self._delta.get("content", "") + self._space
         return self._delta
 
     # -- content and reasoning ---------------------------------------------------------------------------------------
@@ -227,13 +249,31 @@ class FormatReader:
                 yield from self._read_calls(region, head)
 
     def _read_reasoning(self, region: FormatRegion) -> Waiting[None]:
-        self._skips_space = True
-        position, literal = self._find(region.ends)
-        while not literal:
+        """Read reasoning through its end. Some models leave the end out before a call: the answer's end shows that a call
+        that begins in the reasoning is one, and not a draft.
+        """
+        self._skips_space = self._drops_space = True
+        calls = [each for each in self._regions if each.kind == "call" and not each.only_first]
+        starts = [start for each in calls for start in each.starts]
+        while True:
+            position, literal = self._find((*region.ends, *starts))
             self._emit_text("reasoning_content", self._take(position))
-            yield
-            position, literal = self._find(region.ends)
-        self._emit_text("reasoning_content", self._take(position))
+            if literal in region.ends:
+                break
+            if not literal:
+                yield
+            elif not position:
+                call, head = self._match_head(calls)
+                if call is None:
+                    self._emit_text("reasoning_content", self._take(len(literal)))
+                elif head.partial:
+                    yield
+                else:
+                    while not (found := self._find(region.ends))[1]:
+                        if self._last:
+                            return
+                        yield
+                    self._emit_text("reasoning_content", self._take(found[0]))
         self._take(len(literal))
         self._skips_space = True
 
@@ -280,16 +320,15 @@ class FormatReader:
     def _read_call(self, region: FormatRegion, head: Any) -> Waiting[None]:
         name, call_id = head["name"], head.groupdict().get("id")
         self._open_call(name, call_id)
-        properties = self._properties.get(name, {})
+        parameters = self._parameters.get(name)
         match region.body:
             case "json":
                 yield from self._read_json(JsonScanner(), 0, self._add_arguments)
             case "parameters" | "python":
-                yield from self._read_parameters(region, properties)
+                yield from self._read_parameters(region, parameters)
             case "elements":
-                yield from self._read_elements(
-                    region, ArgumentElement("invoke", {"type": "object", "properties": properties})
-                )
+                schema = {"type": "object", "properties": _properties(parameters, parameters)}
+                yield from self._read_elements(region, ArgumentElement("invoke", schema, parameters))
             case "pairs":
                 yield from self._read_pairs(region.ends[0])
 
@@ -334,31 +373,40 @@ class FormatReader:
 
     # -- tagged values -----------------------------------------------------------------------------------------------
 
-    def _read_parameters(self, region: FormatRegion, properties: Mapping[str, Any]) -> Waiting[None]:
-        is_first = True
+    def _read_parameters(self, region: FormatRegion, schema: Any) -> Waiting[None]:
+        """Read the arguments of a call, whose ``schema`` is that of the tool's parameters."""
+        properties, names = _properties(schema, schema), set[str]()
+
+        def is_next(name: str) -> bool:
+            return name not in names and (not properties or name in properties)
+
         while True:
             parameter, end = self._match(rf"\s*{region.parameter}"), self._match(rf"\s*(?:{region.ends[0]})")
             if parameter is not None and not parameter.partial:
                 self._take(parameter.end())
                 key = parameter["key"].strip()
-                self._add_arguments(f"{'{' if is_first else ', '}{json.dumps(key)}: ")
-                is_first, types = False, schema_types(properties.get(key))
+                self._add_arguments(f"{', ' if names else '{'}{json.dumps(key)}: ")
+                types = schema_types(properties.get(key), schema)
+                names.add(key)
                 if region.body == "python":
                     yield from self._read_python_value()
                 else:
                     is_text = bool(parameter.groupdict().get("text")) or types == {"string"}
-                    yield from self._read_value(region.value_ends, None if is_text else types)
+                    yield from self._read_value(region, None if is_text else types, is_next)
             elif (parameter or end) is not None and (end is None or end.partial):
                 yield
             else:
-                self._add_arguments("{}" if is_first else "}")
+                self._add_arguments("}" if names else "{}")
                 self._take(0 if end is None else end.end())
                 return
 
-    def _read_value(self, ends: tuple[str, ...], types: frozenset[str] | None) -> Waiting[None]:
-        """Read a value up to one of ``ends``. ``types`` are those that its schema allows; None stands for a text, which is
-        reported while the model writes it.
+    def _read_value(
+        self, region: FormatRegion, types: frozenset[str] | None, is_next: Callable[[str], bool]
+    ) -> Waiting[None]:
+        """Read a tagged value. ``types`` are those that its schema allows; None stands for a text, which is reported while
+        the model writes it. ``is_next`` tells if a parameter of a name may follow.
         """
+        ends = region.value_ends + region.value_limits
         if types is None:
             self._add_arguments('"')
         if ends[0].startswith("\n"):
@@ -367,26 +415,50 @@ class FormatReader:
             if self._buffer.startswith("\n") and not self._buffer.startswith(ends):
                 self._take(1)
         if types is None:
-            yield from self._read_string(ends)
+            yield from self._read_string(ends, region, is_next)
             return
-        position, literal = self._find(ends)
-        while not literal:
-            if self._last:
-                self._add_arguments(self._take(position))
+        pieces: list[str] = []
+        if (yield from self._read_until(ends, pieces.append, region, is_next)):
+            self._add_arguments(value_to_json("".join(pieces), types))
+        else:
+            self._add_arguments("".join(pieces))
             yield
-            position, literal = self._find(ends)
-        self._add_arguments(value_to_json(self._take(position), types))
-        self._take(len(literal))
 
-    def _read_string(self, ends: tuple[str, ...]) -> Waiting[None]:
+    def _read_string(
+        self, ends: tuple[str, ...], region: FormatRegion | None = None, is_next: Callable[[str], bool] = bool
+    ) -> Waiting[None]:
         """Report text up to one of ``ends`` as the inside of a JSON string, and the quote that ends the string."""
-        position, literal = self._find(ends)
-        while not literal:
-            self._add_arguments(escape_text(self._take(position)))
+        if (yield from self._read_until(ends, lambda text: self._add_arguments(escape_text(text)), region, is_next)):
+            self._add_arguments('"')
+        else:
             yield
+
+    def _read_until(
+        self,
+        ends: tuple[str, ...],
+        report: Callable[[str], object],
+        region: FormatRegion | None,
+        is_next: Callable[[str], bool],
+    ) -> Waiting[bool]:
+        """Pass text to ``report`` up to one of ``ends``, and take the end unless it is a value limit of ``region``.
+
+        Return False if the last text has none of them.
+        """
+        while True:
             position, literal = self._find(ends)
-        self._add_arguments(escape_text(self._take(position)) + '"')
-        self._take(len(literal))
+            report(self._take(position))
+            if literal and (region is None or literal not in region.value_limits):
+                self._take(len(literal))
+                return True
+            limit = self._match(region.limit) if region is not None and literal else None
+            if literal and (limit is None or not (limit.partial or limit["key"] is None or is_next(limit["key"]))):
+                report(self._take(len(literal)))
+            elif limit is not None and not limit.partial:
+                return True
+            elif self._last:
+                return False
+            else:
+                yield
 
     def _read_python_value(self) -> Waiting[None]:
         """Read an argument of a Python call, up to the comma or the bracket that ends it."""
@@ -491,13 +563,20 @@ class FormatReader:
     def _emit_text(self, field: str, text: str) -> None:
         if self._skips_space:
             text = text.lstrip()
+        if not text:
+            return
+        self._skips_space, is_visible = False, bool(text.strip())
+        self._has_text = self._has_text or is_visible
+        if field == "content":
+            self._drops_space = self._drops_space and not is_visible
+            text = self._space + text
+            text, self._space = text[: len(text.rstrip())], text[len(text.rstrip()) :]
         if text:
             self._delta[field] = self._delta.get(field, "") + text
-            self._skips_space = False
-            self._has_text = self._has_text or bool(text.strip())
 
     def _open_call(self, name: str, call_id: str | None) -> None:
         self._count += 1
+        self._drops_space = True
         self._put_call({"id": call_id or f"call_{secrets.token_hex(12)}", "type": "function"}, name=name, arguments="")
 
     def _add_arguments(self, text: str) -> None:

@@ -28,9 +28,8 @@ from outrider.serve.api.conversation import (
     function_tool,
     image_part,
     text_part,
-    thinking_variables,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, thinking_variables
 from outrider.serve.api.responses import (
     MESSAGES_PATH,
     ApiError,

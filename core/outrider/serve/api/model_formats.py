@@ -52,6 +52,10 @@ class FormatRegion:
     """Regular expression before a tagged value. The group ``key`` is its name; ``text`` matches if it is text."""
     value_ends: tuple[str, ...] = ()
     """Literals after a tagged value. If one begins with a line break, the value's first line break isn't part of it."""
+    value_limits: tuple[str, ...] = ()
+    """Literals that may show that a tagged value has ended although its end is missing. They aren't part of the value."""
+    limit: str = ""
+    """Regular expression of the text at a value limit. The group ``key`` is the next parameter's name."""
     again: str = ""
     """Regular expression between this call and the next ``object``, or up to the arguments of the next ``python`` call."""
     tails: tuple[str, ...] = ()

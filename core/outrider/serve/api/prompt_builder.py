@@ -19,7 +19,7 @@ from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.media.chat_template import ChatTemplate
 from outrider.serve.api.model_formats import ModelFormat, choose_format
-from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart
+from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, thinking_variables
 from outrider.serve.api.responses import ApiError, bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
 
@@ -191,6 +191,8 @@ class PromptBuilder:
         variables = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            variables = {**thinking_variables(False), **variables}
         # Parameters of transformers' apply_chat_template, which a request must not set.
         reserved = {
             "messages",
@@ -320,11 +322,11 @@ def _decode_image(data: bytes, field: str) -> Any:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a tool call as an object, which chat templates expect. Text that is no JSON object is returned
-    unchanged.
+    """Return the arguments of a tool call as an object, which chat templates expect. An empty text stands for no arguments.
+    Text that is no JSON object is returned unchanged.
     """
     try:
-        arguments = json.loads(text)
+        arguments = json.loads(text.strip() or "{}")
     except ValueError:
         return text
     return arguments if isinstance(arguments, dict) else text

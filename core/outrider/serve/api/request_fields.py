@@ -29,6 +29,7 @@ IGNORED = (
     "prediction",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "verbosity",
 )
@@ -141,6 +142,7 @@ class SamplingFields(StrictFields):
     prediction: NestedObject | None = None
     safety_identifier: _ShortText | None = None
     prompt_cache_key: _ShortText | None = None
+    prompt_cache_options: NestedObject | None = None
     prompt_cache_retention: _ShortText | None = None
 
 
@@ -181,7 +183,7 @@ class ImageUrl(StrictFields):
     """The image of a message part, as a data URL."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = Field(None, description="Has no effect.")
 
 
 class MessagePart(StrictFields):
@@ -193,6 +195,8 @@ class MessagePart(StrictFields):
     refusal: str | None = None
     input_audio: NestedObject | None = None
     file: NestedObject | None = None
+    prompt_cache_breakpoint: NestedObject | None = Field(None, description="Has no effect: prefixes are cached unasked.")
+    cache_control: NestedObject | None = Field(None, description="Has no effect. A field of Anthropic's API.")
 
 
 class ChatMessage(StrictFields):
@@ -264,11 +268,14 @@ class ChatRequest(SamplingFields):
     tools: Annotated[ListOf[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
+    reasoning_effort: _ShortText | None = Field(
+        None, description="A variable for the chat template. none also sets enable_thinking and thinking to false."
+    )
     verbosity: _ShortText | None = None
     modalities: ListOf[_ShortText] | None = None
     audio: NestedObject | None = None
     web_search_options: NestedObject | None = None
+    moderation: NestedObject | None = None
     chat_template_kwargs: NestedObject | None = None
     functions: ListOf[NestedObject] | None = None
     function_call: str | NestedObject | None = None
@@ -284,6 +291,11 @@ class ChatRequest(SamplingFields):
         if self.tool_choice == "auto" and not self.tools:
             self.tool_choice = None
         return self
+
+
+def thinking_variables(enabled: bool) -> dict[str, bool]:
+    """Return the chat-template variables that turn reasoning on (``enabled``) or off, under both names that templates use."""
+    return {"enable_thinking": enabled, "thinking": enabled}
 
 
 _MIN_SAMPLING_TEMPERATURE = 1e-5
@@ -389,7 +401,7 @@ def check_supported(request: SamplingFields) -> None:
     if isinstance(request, ChatRequest):
         if request.modalities is not None and request.modalities != ["text"]:
             raise bad_request("the model answers in text alone; leave modalities out", "modalities")
-        for name in ("audio", "web_search_options", "functions", "function_call"):
+        for name in ("audio", "web_search_options", "moderation", "functions", "function_call"):
             if getattr(request, name) is not None:
                 hint = "; use tools and tool_choice" if name.startswith("function") else ""
                 raise bad_request(f"{name} isn't served{hint}", name)

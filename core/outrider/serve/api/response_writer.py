@@ -139,9 +139,9 @@ class CompletionWriter(ResponseWriter):
         async for deltas in self._generation.deltas():
             tail = self._tail() if self._has_usage_in_each_chunk else tail
             chunks = [
-                self._chunk(head, self._chunk_choice(delta), tail, delta)
+                self._chunk(head, choice, tail, delta)
                 for delta in _merge_by_choice(deltas)
-                if self._has_content(delta)
+                if self._has_content(choice := self._chunk_choice(delta), delta)
             ]
             if chunks:
                 yield b"".join(chunks)
@@ -156,10 +156,13 @@ class CompletionWriter(ResponseWriter):
             return b',"usage":%b}\n\n' % json.dumps(self._generation.usage, separators=(",", ":")).encode()
         return b',"usage":null}\n\n' if self._has_usage else b"}\n\n"
 
-    def _has_content(self, delta: ChoiceDelta) -> bool:
-        """Return whether the client gets a chunk for ``delta``. A token that ends inside a character has no text yet."""
+    def _has_content(self, choice: dict[str, Any], delta: ChoiceDelta) -> bool:
+        """Return whether the client gets a chunk with ``choice`` for ``delta``. A token that ends inside a character, or text
+        that may become a part of a tool call, has no content yet.
+        """
         return bool(
-            delta.text
+            choice.get("text")
+            or choice.get("delta")
             or delta.finish_reason
             or (self._has_logprobs and delta.logprobs)
             or (delta.tokens and (self._request.return_token_ids or self._has_draft_details))

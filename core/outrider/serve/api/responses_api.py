@@ -33,7 +33,6 @@ from outrider.serve.api.conversation import (
     function_tool,
     image_part,
     text_part,
-    thinking_variables,
 )
 from outrider.serve.api.request_fields import ChatRequest, NestedObject
 from outrider.serve.api.responses import (
@@ -151,8 +150,6 @@ def translate_responses_request(
         conversation.add_message("system", request.instructions)
     for name, item in (*expect_objects([*earlier], "previous_response_id"), *expect_objects(added, "input")):
         _add_item(conversation, name, item)
-    effort = (request.reasoning or {}).get("effort")
-    variables = {**({} if effort != "none" else thinking_variables(False)), **(request.chat_template_kwargs or {})}
     text = request.text or {}
     fields: dict[str, Any] = {
         "model": request.model,
@@ -163,9 +160,9 @@ def translate_responses_request(
         "top_p": request.top_p,
         "seed": request.seed,
         "parallel_tool_calls": request.parallel_tool_calls,
-        "reasoning_effort": effort,
+        "reasoning_effort": (request.reasoning or {}).get("effort"),
         "response_format": _response_format(text.get("format")),
-        "chat_template_kwargs": variables or None,
+        "chat_template_kwargs": request.chat_template_kwargs,
     }
     fields |= _tool_fields(request.tool_choice, tools.functions)
     return chat_request(fields), tools, [*earlier, *added]
