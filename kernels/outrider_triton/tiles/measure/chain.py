@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from outrider.device import (
     ResidualStream,
     RotaryArgs,
 )
-from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.store.table import Table
+
+if TYPE_CHECKING:
+    from outrider_triton.kernelset import TritonKernels
 
 Call = Callable[[int], object]
 """A function that enqueues the measured work once. Its argument is the index of the operand set."""

@@ -18,19 +18,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
-from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config, rank_configs
 from outrider_triton.tiles.measure.chain import Chain, microseconds, normal
 from outrider_triton.tiles.measure.compiling import AttentionJob, Job, KernelCompilers, ProductJob
 from outrider_triton.tiles.store.choices import ChoiceRow, TunedStore, merge_choices
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, Key, ProductEntry, Table, by_layer, layer_of
+
+if TYPE_CHECKING:
+    from outrider_triton.kernelset import TritonKernels
 
 MEASURED_BATCHES = {8: (1, 4), 32: (8, 4), 128: (32, 4), 16: (4, 4), 64: (16, 4)}
 """Measured sequences and new tokens per sequence, by the maximum tokens that a choice is for; the most important first."""
