@@ -96,7 +96,7 @@ class Decoder(LanguageModel):
         missing = [layer for layer in layers if not 0 <= layer <= len(self._layers)]
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
-        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
         x = ResidualStream(self.kernels, self.embed_inputs(inputs))
         features = () if inputs.embeddings is None else inputs.embeddings.split(self.config.hidden_size, dim=1)
         if self.config.rope.query_beta:
