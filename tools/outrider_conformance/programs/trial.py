@@ -172,7 +172,7 @@ def try_programs(
     Raises :class:`ProgramFailed` for the first failing program, shrunk.
     """
     first = opened()
-    abilities, pace = Abilities.declared_by(first), _pace(first)
+    abilities, pace = Abilities.declared_by(first), _measured_delay(first)
     lab = Lab(first, pace)
     for number in range(count):
         if number and number % _PROGRAMS_PER_BACKEND == 0:
@@ -189,7 +189,7 @@ def try_programs(
     return count
 
 
-def _pace(backend: Backend) -> StreamDelay:
+def _measured_delay(backend: Backend) -> StreamDelay:
     """Return a stream delay of twice the host time of a few operations, which depends on the load of the host."""
     stream = backend.create_stream("pace")
     with backend.on(stream):

@@ -196,12 +196,12 @@ def _judge_chain(
         target = torch.softmax(logits.double() / torch.where(hot, temperature, 1.0).double().view(-1, 1, 1), dim=-1)
         p, q = (x[:, :count].gather(2, drafts.unsqueeze(-1)).squeeze(-1) for x in (target, probs.double()))
         coin = noise.uniforms(seed, where, noise.ACCEPT, 1).squeeze(-1)[:, :count]
-        margin = _off(p, logits[:, :count], temperature) + 4 * _UNIT * q
+        margin = _probability_error(p, logits[:, :count], temperature) + 4 * _UNIT * q
         surely = torch.where(hot.unsqueeze(1), coin * q < p - margin, surely)
         refused = torch.where(hot.unsqueeze(1), coin * q >= p + margin, refused)
         draft = torch.cat((probs.double(), torch.zeros(batch, 1, vocabulary)), dim=1)
         left = (target - draft).clamp(min=0)
-        loose = _off(target, logits, temperature) + _UNIT * draft
+        loose = _probability_error(target, logits, temperature) + _UNIT * draft
         drawn = noise.gumbel(seed, where, noise.RESIDUAL, vocabulary)
         slack = 8 * _UNIT * (drawn.abs() + left.log().abs().nan_to_num(0.0, posinf=0.0) + 1)
         most = (left + loose).log() + drawn + slack
@@ -222,7 +222,7 @@ def _judge_chain(
     _check(right[rows, accepted], tokens[rows, accepted], "the token after the accepted drafts")
 
 
-def _off(p: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
+def _probability_error(p: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
     """Return the error bound of a softmax probability: the rounding of its exponent and of the sum."""
     scale = torch.where(temperature > 0, temperature, 1.0).double()
     largest = logits.double().nan_to_num(0.0, neginf=0.0).abs().amax(-1) / scale.view(-1, *[1] * (logits.dim() - 2))

@@ -164,7 +164,7 @@ class Ordering(StreamOrdering):
             elif verb.what == "collective":
                 half = next(halves)
                 self._arrive(branch, verb.subject[0], half, verb.subject[2], None, replay)
-                while not self._meet(branch, verb.subject[0], half):
+                while not self._join_collective(branch, verb.subject[0], half):
                     yield False
             elif verb.what in ("set", "await", "reset"):
                 while not self._flag_verb(verb.what, branch, verb.subject, replay.location, replay):

@@ -220,7 +220,7 @@ class DerivedSanitizer(Sanitizer):
             return read
 
         def numpy(original: Any) -> Any:
-            return lambda tensor, *args, **kwargs: self._given(tensor, original(tensor, *args, **kwargs))
+            return lambda tensor, *args, **kwargs: self._watched_array(tensor, original(tensor, *args, **kwargs))
 
         self.watches_arrays = True
         try:
@@ -229,7 +229,7 @@ class DerivedSanitizer(Sanitizer):
         finally:
             self.watches_arrays = False
 
-    def _given(self, tensor: Tensor, array: Any) -> Any:
+    def _watched_array(self, tensor: Tensor, array: Any) -> Any:
         """Return ``array``, which shares the memory of ``tensor``, so that reads and writes through the array are checked."""
         if self._host_only:
             self._host_read(tensor)
@@ -334,7 +334,7 @@ class DerivedSanitizer(Sanitizer):
         self.launched(Operation(func._schema.name, stream, self._step(stream), tuple(accesses), location))
         if operands.copies and not blocking and not self._host_only:
             self._copied((*inputs, *outputs), stream)
-        if operands.waits or self._over(inputs, outputs, blocking):
+        if operands.waits or self._is_complete(inputs, outputs, blocking):
             self._ordering.stream_synchronized(stream)
 
     def _viewed(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
@@ -368,7 +368,7 @@ class DerivedSanitizer(Sanitizer):
         overrides it.
         """
 
-    def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
+    def _is_complete(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
         """Return True for a copy that is complete on return: a blocking host copy, or a copy with pageable memory."""
         if self._host_only:
             return False

@@ -211,10 +211,10 @@ def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[s
         scheduler.names = None
         scheduler.update_mode()
 
-    def say(step: ScheduleStep) -> str:
+    def describe(step: ScheduleStep) -> str:
         return f"{step} ({names.get(str(step), 'not reached')})"
 
-    return [f"{say(delay.step)} runs only after {say(delay.after)}" for delay in schedule]
+    return [f"{describe(delay.step)} runs only after {describe(delay.after)}" for delay in schedule]
 
 
 class SimControl:

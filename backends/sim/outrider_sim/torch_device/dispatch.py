@@ -97,7 +97,7 @@ class Dispatcher:
             machine.local.line = self._lines.now()
         handler = self._handlers.get(func)
         if handler is None:
-            handler = self._learn(func)
+            handler = self._create_handler(func)
         if self.has_several_devices:
             home = self._home(args, kwargs or _IGNORE)
             if home is not None and home is not self.current:
@@ -167,7 +167,7 @@ class Dispatcher:
             found.resolvers = found.resolvers or row_accesses.resolvers_of(func)
         return found
 
-    def _learn(self, func: Any) -> Callable[..., Any]:
+    def _create_handler(self, func: Any) -> Callable[..., Any]:
         info = self.info(func)
         special = self._special.get(info.name)
         if special is not None:
@@ -247,7 +247,7 @@ class Dispatcher:
         for value in args:
             if type(value) is SimTensor:
                 if value._alloc.machine_memory is not memory:
-                    raise RuntimeError(_elsewhere(info))
+                    raise RuntimeError(_other_device_message(info))
                 key.append(value._meta)
                 inner.append(value._inner)
             else:
@@ -388,7 +388,7 @@ def _plain(info: OpInfo, name: str, value: Any, owners: list[PinnedTensor]) -> A
     return value
 
 
-def _elsewhere(info: OpInfo) -> str:
+def _other_device_message(info: OpInfo) -> str:
     # Nothing would order its use: the queues of two backends know nothing of each other.
     return (
         f"{info.name}: an operand lives on another simulated device than the current one: each backend object is a device of "

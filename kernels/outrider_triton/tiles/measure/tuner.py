@@ -97,7 +97,7 @@ class _Keys:
         """Return the keys that a chain of layers measures."""
         return self.gates, self.scaled, self.down, self.qkv, self.output, self.added
 
-    def asked(self, choice: Callable[[Key], MatmulConfig | None]) -> dict[Key, MatmulConfig | None]:
+    def looked_up(self, choice: Callable[[Key], MatmulConfig | None]) -> dict[Key, MatmulConfig | None]:
         """Return every key that a layer looks up, with its configuration from ``choice``."""
         found = {key: choice(key) for key in (self.scaled, self.added, self.down, self.qkv)}
         if self.ending is not None:
@@ -237,7 +237,7 @@ class _Tuner:
             if us < best * _NOISE_FACTOR:
                 table, best = trial, us
         rows = [] if table is start else self._rows(chain, table, m, best, before)
-        kept = bool(rows) and self._wins(chain, start, rows)
+        kept = bool(rows) and self._is_faster(chain, start, rows)
         if kept and not self._is_correct(chain, merge_choices(start, self._kernels.facts, rows) or start):
             self._progress(self._done, self._total, f"{m} tokens: what was fastest is wrong, and left out")
             kept = False
@@ -259,7 +259,7 @@ class _Tuner:
         layer = self._layer_name
         rows = [
             _row(key, m, None if config is None else config.as_list(), us, before, layer=layer)
-            for key, config in self._keys.asked(lambda key: self._choice(table, key, m)).items()
+            for key, config in self._keys.looked_up(lambda key: self._choice(table, key, m)).items()
         ]
         heads = self._shape.head_size, self._shape.heads // self._shape.kv_heads
         attention = table.attention_config(chain.groups, *heads, layer=layer)
@@ -271,7 +271,7 @@ class _Tuner:
             return entry.config
         return choose_config(self._kernels.facts, key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
 
-    def _wins(self, chain: Chain, start: Table, rows: list[ChoiceRow]) -> bool:
+    def _is_faster(self, chain: Chain, start: Table, rows: list[ChoiceRow]) -> bool:
         """Return True if layers with ``rows`` are faster than without, alternating both.
 
         The first measurement may have run on a cooler device. This check also runs after the deadline.
