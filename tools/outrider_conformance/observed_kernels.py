@@ -54,8 +54,8 @@ class ObservedKernels:
         """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself (``own``), or left to
         the overridden method, for ``use``.
         """
-        judged = self.overriding_layer(kernel)
-        return 0 if judged is None else self.calls.count(kernel, own=own, kernels=judged[0], use=use)
+        overriding = self.overriding_layer(kernel)
+        return 0 if overriding is None else self.calls.count(kernel, own=own, kernels=overriding[0], use=use)
 
     def shapes_left(self, kernel: str) -> str:
         """Return up to four shapes of calls that were left to the overridden method, for a message."""

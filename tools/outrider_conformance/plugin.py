@@ -26,7 +26,7 @@ from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_l
 from outrider_conformance.programs import DEFAULT_PROGRAMS
 from outrider_conformance.reporting.causes import tracing_verbs
 from outrider_conformance.reporting.recorder import CALLS, VERBS_CALLED, ReportRecorder
-from outrider_conformance.reporting.verdict import NOT_REACHED, Waiver, judge, mark_of, read_waivers, test_id
+from outrider_conformance.reporting.verdict import NOT_REACHED, Waiver, mark_of, read_waivers, set_verdict, test_id
 
 if TYPE_CHECKING:
     from outrider_conformance.observed_kernels import ObservedKernels
@@ -138,7 +138,7 @@ def pytest_runtest_makereport(
     report = yield
     if level_of(item.path) is not None and KIT in item.config.stash:
         today = datetime.datetime.now(datetime.UTC).date()
-        judge(item, call, report, item.config.stash[WAIVERS], today, alone=_repeat_command(item))
+        set_verdict(item, call, report, item.config.stash[WAIVERS], today, alone=_repeat_command(item))
     return report
 
 

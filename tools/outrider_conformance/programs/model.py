@@ -444,7 +444,7 @@ class Model:
 _HANDLERS = lang.handlers(Model)
 
 
-def judge(program: DeviceProgram) -> Model:
+def run_on_model(program: DeviceProgram) -> Model:
     """Apply all steps of a program to a new model and return the model.
 
     Raises :class:`Unordered` or :class:`ForbiddenStep` for an invalid program.

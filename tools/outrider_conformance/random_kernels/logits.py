@@ -180,17 +180,17 @@ def _truncate(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         "min_p": Operand(min_p),
     }
 
-    def judge(made: Mapped) -> None:
+    def check(made: Mapped) -> None:
         out = made["out"]
         for row in range(batch):
             limits = (float(temperature[row]), int(top_k[row]), float(top_p[row]), float(min_p[row]))
             for node in range(logits.shape[1]):
-                judge_truncated(out[row, node], logits[row, node], *limits, f"row {row}, node {node}, {limits}")
+                check_truncated(out[row, node], logits[row, node], *limits, f"row {row}, node {node}, {limits}")
 
-    return Problem(operands, kernel_call("truncate_logits", *operands), {}, judge)
+    return Problem(operands, kernel_call("truncate_logits", *operands), {}, check)
 
 
-def judge_truncated(
+def check_truncated(
     found: Tensor, logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, what: str
 ) -> None:
     """Fail unless the row ``found`` [V] is allowed for ``logits`` [V] by the docstring of `truncate_logits`, in float64.
@@ -246,7 +246,7 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     error = error + bounds.growth(vocabulary, unit)
     operands = {"logits": Operand(logits, _LAYOUTS[shape["layout"]]), "tokens": Operand(tokens)}
 
-    def judge(made: Mapped) -> None:
+    def check(made: Mapped) -> None:
         values, ids = made["values"], made["ids"]
         shapes = (tuple(values.shape), tuple(ids.shape))
         assert shapes == ((batch, nodes, 1 + count), (batch, nodes, count)), f"shapes {shapes}"
@@ -272,7 +272,7 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         assert (values[..., 1:-1] >= values[..., 2:]).all(), "the likeliest tokens aren't in order"
 
     call = kernel_call("logprobs", "logits", "tokens", count, results=("values", "ids"))
-    return Problem(operands, call, {}, judge)
+    return Problem(operands, call, {}, check)
 
 
 _FLAG = between(0, 1)

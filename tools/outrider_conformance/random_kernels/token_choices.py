@@ -129,12 +129,12 @@ def _chain(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     if sampling:
         operands["draft_probs"] = Operand(probs)
 
-    def judge(made: Mapped) -> None:
-        _judge_chain(made, logits, drafts, probs if sampling else None, temperature, seeds, positions)
+    def check(made: Mapped) -> None:
+        _check_chain(made, logits, drafts, probs if sampling else None, temperature, seeds, positions)
 
     names = ("logits", "draft_tokens", "draft_probs", "temperature", "seeds", "positions")
     call = kernel_call("verify_chain", *names, results=("tokens", "accepted"))
-    return Problem(operands, call, {}, judge)
+    return Problem(operands, call, {}, check)
 
 
 def _checked(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
@@ -159,18 +159,18 @@ def _checked(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         "found": Operand(torch.zeros(batch, 2, dtype=torch.int64), "wide"),
     }
 
-    def judge(made: Mapped) -> None:
+    def check(made: Mapped) -> None:
         tokens = made["tokens"]
         assert ((tokens >= -1) & (tokens < vocabulary)).all(), f"a token outside of the vocabulary: {tokens.tolist()}"
         sound = {name: made[name][clean] for name in ("tokens", "accepted")}
         given = (x[clean] for x in (temperature, seeds, positions))
-        _judge_chain(sound, logits[clean], drafts[clean], None, *given)
+        _check_chain(sound, logits[clean], drafts[clean], None, *given)
 
     call = kernel_call("verify_checked", *operands, results=("tokens", "accepted"))
-    return Problem(operands, call, {"found": torch.stack((first, torch.full_like(first, -1)), dim=1)}, judge)
+    return Problem(operands, call, {"found": torch.stack((first, torch.full_like(first, -1)), dim=1)}, check)
 
 
-def _judge_chain(
+def _check_chain(
     made: Mapped,
     logits: Tensor,
     drafts: Tensor,
@@ -262,14 +262,14 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         **_row_operands(temperature, seeds, positions),
     }
 
-    def judge(made: Mapped) -> None:
+    def check(made: Mapped) -> None:
         for row in range(batch):
             found = {name: tensor[row].tolist() for name, tensor in made.items()}
             _walk(found, right[row], tokens[row].tolist(), parents[row].tolist(), depth, f"row {row}")
 
     results = ("tokens", "path", "accepted")
     call = kernel_call("verify_tree", *operands, results=results, depth=depth, sampling=sampling)
-    return Problem(operands, call, {}, judge)
+    return Problem(operands, call, {}, check)
 
 
 def _walk(
