@@ -291,21 +291,7 @@ class DerivedSanitizer(Sanitizer):
         on_device = bool(self._scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
         stream = self._placed() if on_device else HOST
         location = caller_location()
-        accesses: list[Access] = []
-        seen: set[int] = set()
-        for name, tensor in inputs:
-            found = self._storages.known(tensor)
-            if found is None:
-                continue
-            seen.add(found[0].number)
-            if found[1]:
-                self._storages.note(tensor)
-            write = name in operands.writes
-            if operands.like and not write:
-                continue
-            born = getattr(tensor, _BORN, -1)
-            by_rows = self._rows_apart and name in operands.rows
-            accesses.append(extent(tensor, found[0], write, name, born, by_rows))
+        seen, accesses = self._input_accesses(operands, inputs)
         fresh = False
         for name, tensor in outputs:
             found = self._storages.known(tensor)
@@ -336,6 +322,25 @@ class DerivedSanitizer(Sanitizer):
             self._copied((*inputs, *outputs), stream)
         if operands.waits or self._is_complete(inputs, outputs, blocking):
             self._ordering.stream_synchronized(stream)
+
+    def _input_accesses(self, operands: _Operands, inputs: list[tuple[str, Tensor]]) -> tuple[set[int], list[Access]]:
+        """Return the numbers of the operands' storages, and the accesses to them."""
+        seen: set[int] = set()
+        accesses: list[Access] = []
+        for name, tensor in inputs:
+            found = self._storages.known(tensor)
+            if found is None:
+                continue
+            seen.add(found[0].number)
+            if found[1]:
+                self._storages.note(tensor)
+            write = name in operands.writes
+            if operands.like and not write:
+                continue
+            born = getattr(tensor, _BORN, -1)
+            by_rows = self._rows_apart and name in operands.rows
+            accesses.append(extent(tensor, found[0], write, name, born, by_rows))
+        return seen, accesses
 
     def _viewed(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
         """Record the results of a view operator with the number of graph replays so far.
