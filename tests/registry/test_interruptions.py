@@ -6,8 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from outrider.cli.terminal.files import scratch_directory, write_whole
+from outrider.cli.terminal.files import write_whole
 from outrider.registry.children import accepted_interruptions, interruptions_held
+from outrider_sanitizer.scratch_files import scratch_directory
 
 
 def test_a_signal_waits_until_the_scope_is_left():

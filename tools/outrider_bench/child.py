@@ -20,9 +20,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from outrider.cli.terminal.files import scratch_directory
 from outrider.device.errors import OutriderError
 from outrider.registry.children import child_session, end_with_parent, kill_session
+from outrider_sanitizer.scratch_files import scratch_directory
 
 _LAST_LINES = 6
 _MAX_ERROR_CHARACTERS = 400

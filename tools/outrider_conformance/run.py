@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from outrider.cli.terminal.files import scratch_directory
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.registry.children import child_session
 from outrider_conformance.levels import required_level
+from outrider_sanitizer.scratch_files import scratch_directory
 
 # `python -m pytest`, in a process that ends with this one.
 _PYTEST = (

@@ -14,11 +14,12 @@ from outrider.cli.options.models import DraftTokensOption
 from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import DIRECTORY, BackendOption, JsonOption, UsageError, number, option, whole
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.files import check_directory, scratch_directory
+from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import CommandReport, note
 from outrider.registry import Registry
 from outrider_bench.child import run_child
 from outrider_bench.options import LaunchOptions, ProposerOption, ShapeOption
+from outrider_sanitizer.scratch_files import scratch_directory
 
 _FUNCTION = "outrider_bench.engine_start:time_start"
 _MAX_CONTEXT = 1024

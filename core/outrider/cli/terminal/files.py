@@ -1,5 +1,5 @@
 """Files of commands: bounded text as input, and output that is checked before long work starts and written completely or not
-at all. Also temporary directories, and addresses to listen on.
+at all. Also addresses to listen on.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError
-from outrider.registry.children import interruptions_held
 
 
 def check_directory(option: str, path: Path, *, make: bool = True) -> None:
@@ -165,18 +162,3 @@ def check_listening(options: str, host: str, port: int, *, family: int = socket.
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"nothing can listen at {host}, port {port}: {why}; choose another with {options}") from None
-
-
-@contextmanager
-def scratch_directory(prefix: str, parent: Path | None = None) -> Generator[Path]:
-    """Create a temporary directory, in ``parent`` if set, and remove it after the scope, even if a signal arrives."""
-    with ExitStack() as stack:
-        with interruptions_held():
-            directory = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
-            stack.callback(_remove, directory)
-        yield Path(directory.name)
-
-
-def _remove(directory: tempfile.TemporaryDirectory[str]) -> None:
-    with interruptions_held():
-        directory.cleanup()
