@@ -88,7 +88,7 @@ class AttentionPlan:
         for shape, tables in self.tables.items():
             made = BatchPrefillWithPagedKVCacheWrapper(self.scratch, "NHD", backend="fa2", **fixed)
             made.reset_workspace_buffer(self.scratch, tables)
-            know(tables, made)
+            register_tables(tables, made)
             self.wrappers[shape] = made
 
     def fits(self, metadata: AttentionMetadata, shapes: Sequence[AttentionShape]) -> bool:
@@ -181,7 +181,7 @@ def _query_starts(metadata: AttentionMetadata, batch: int) -> tuple[int, ...]:
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 
 
-def know(tables: Any, wrapper: object) -> None:
+def register_tables(tables: Any, wrapper: object) -> None:
     """Register ``wrapper`` as the FlashInfer wrapper whose tables are the tensor ``tables``.
 
     A FlashInfer wrapper can't be an operand of an operator, but its tables can.

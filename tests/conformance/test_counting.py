@@ -79,7 +79,7 @@ def test_a_block_that_is_composed_though_declared_native_is_found(composes):
     backend = get_backend("cpu")
     backend.use_kernels(kernels)
     with counting(kernels) as calls:
-        observed_kernels._drawn(backend, calls)
+        observed_kernels._call_with_random_operands(backend, calls)
     layers = (("declares", calls.overridden["declares"], {}),)
     observed = observed_kernels.ObservedKernels(calls, layers, plans_on_host=False)
     # test_l4_engine fails for an override with no call that it computed.
@@ -176,7 +176,7 @@ def test_kernels_of_experts_and_of_quantised_layers_are_observed():
     backend = get_backend("cpu")
     backend.use_kernels(Rare())
     with counting(backend.kernels_in_use) as calls:
-        observed_kernels._drawn(backend, calls)
+        observed_kernels._call_with_random_operands(backend, calls)
     assert {call.kernel for call in calls.counts if call.own} == {"route", "experts_block"}
     assert all(calls.count(kernel, own=True) for kernel in ("route", "experts_block"))
 

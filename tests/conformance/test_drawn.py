@@ -16,7 +16,7 @@ from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.observed_kernels import observe
 from outrider_conformance.random_kernels import bounds, noise
-from outrider_conformance.random_kernels.kernels import KERNELS, judge_with, problem
+from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, problem
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
 
@@ -92,9 +92,9 @@ def test_operands_that_are_only_read_are_watched(kernel):
 
     setattr(Scribbles, kernel, scribbling)
     made = small(kernel)
-    judge_with(KernelSet(), made)
+    check_kernels(KernelSet(), made)
     with pytest.raises(AssertionError, match="which the kernel only reads"):
-        judge_with(Scribbles(), made)
+        check_kernels(Scribbles(), made)
 
 
 class Careless(KernelSet):
@@ -144,16 +144,16 @@ class Careless(KernelSet):
 )
 def test_wrong_experts_are_told(kernel, fault, change):
     made = problem(KERNELS[kernel], SMALL | change, torch.float32, 0)
-    judge_with(KernelSet(), made)
+    check_kernels(KernelSet(), made)
     with pytest.raises(AssertionError):
-        judge_with(Careless(fault), made)
+        check_kernels(Careless(fault), made)
 
 
 def test_a_block_that_routes_to_experts_of_other_ranks_is_told():
     made = problem(KERNELS["experts_block"], SMALL | {"held": 1}, torch.float32, 0)
-    judge_with(KernelSet(), made)
+    check_kernels(KernelSet(), made)
     with pytest.raises(RuntimeError, match="out of bounds"):
-        judge_with(Careless("held experts keep their numbers"), made)
+        check_kernels(Careless("held experts keep their numbers"), made)
 
 
 E4M3 = torch.float8_e4m3fn
@@ -206,9 +206,9 @@ class Narrow(KernelSet):
 def test_wrong_kernels_over_a_narrow_cache_are_told(kernel, fault):
     drawn = KERNELS[f"{kernel}, cache fp8"]
     made = problem(drawn, {dimension: {**SMALL, "nan": 1}[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
-    judge_with(Narrow(None), made)
+    check_kernels(Narrow(None), made)
     with pytest.raises(AssertionError):
-        judge_with(Narrow(fault), made)
+        check_kernels(Narrow(fault), made)
 
 
 class WrongBlocks(KernelSet):
@@ -275,9 +275,9 @@ def test_wrong_blocks_are_told(block, fault, more, format):
     drawn = KERNELS[block if format is None else f"{block}, {format}"]
     made = problem(drawn, {dimension: {**SMALL, **more}[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
     for right in (KernelSet(), WrongBlocks(None)):
-        judge_with(right, made)
+        check_kernels(right, made)
     with pytest.raises(AssertionError):
-        judge_with(WrongBlocks(fault), made)
+        check_kernels(WrongBlocks(fault), made)
 
 
 @pytest.mark.parametrize("fault", ["no add", "no scale"])
@@ -289,7 +289,7 @@ def test_a_wrong_primitive_is_told_in_a_composed_block(fault):
     drawn = KERNELS["mlp_block"]
     made = problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
     with pytest.raises(AssertionError):
-        judge_with(Wrong(), made)
+        check_kernels(Wrong(), made)
 
 
 class NormedHeads(KernelSet):
@@ -345,9 +345,9 @@ def test_wrong_norms_of_heads_are_told(fault, dtype):
     drawn = KERNELS["head_norm_rope_write_cache"]
     made = problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, dtype, 0)
     for right in (KernelSet(), NormedHeads(None)):
-        judge_with(right, made)
+        check_kernels(right, made)
     with pytest.raises(AssertionError):
-        judge_with(NormedHeads(fault), made)
+        check_kernels(NormedHeads(fault), made)
 
 
 @pytest.mark.slow
@@ -367,10 +367,10 @@ def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
         return rows
 
     monkeypatch.setattr(kernels.attention, "_joined", watched)
-    judge_with(kernels, made)
+    check_kernels(kernels, made)
     scale = 40.0
     with pytest.raises(AssertionError, match="further off than rounding allows"):
-        judge_with(kernels, made)
+        check_kernels(kernels, made)
     assert laid == [True, True]
 
 
@@ -406,4 +406,4 @@ def test_other_right_kernels_pass(name, which):
         kernels = TritonKernels(SMALL_DEVICE)
     if which == "exact":
         kernels = kernels.batch_invariant()
-    judge_with(kernels, small(name))
+    check_kernels(kernels, small(name))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from conformance.orders import outcomes
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
-from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, judge
+from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, run_on_model
 
 SIZES = {"streams": 3, "buffers": (ProgramMemory("int64", 2),) * 3, "slots": (ProgramMemory("int64", 2),) * 2, "events": 2}
 STREAM, EVENT, SLOT = st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)
@@ -63,7 +63,7 @@ def taken(drawn):
             continue
         kept.append(step)
     program = DeviceProgram(steps=tuple(kept), **SIZES)
-    return program, judge(program)
+    return program, run_on_model(program)
 
 
 def beyond(program, model):

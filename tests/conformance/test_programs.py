@@ -15,7 +15,7 @@ from outrider_conformance.programs.execution import WrongProgramValue
 from outrider_conformance.programs.explanation import script
 from outrider_conformance.programs.generator import FAMILIES, Abilities
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
-from outrider_conformance.programs.model import ForbiddenStep, Unordered, judge
+from outrider_conformance.programs.model import ForbiddenStep, Unordered, run_on_model
 from outrider_conformance.programs.trial import ProgramFailed, program_count, try_program, try_programs
 
 WHOLE = ElementSpan(0, 0, 4)
@@ -57,23 +57,23 @@ def expected(model, key):
 )
 def test_the_model_takes_what_edges_order_and_nothing_else(steps, free):
     if free:
-        judge(program(*steps))
+        run_on_model(program(*steps))
     else:
         with pytest.raises(Unordered):
-            judge(program(*steps))
+            run_on_model(program(*steps))
 
 
 def test_the_model_refuses_what_the_contract_forbids():
     for steps in ((WAIT,), (lang.ReplayStep(0, 0),), (lang.ThreadsStep((WRITE,), (lang.RecordStep(0, 0),)),)):
         with pytest.raises(ForbiddenStep):
-            judge(program(*steps))
+            run_on_model(program(*steps))
 
 
 def test_replays_count_and_scalars_are_frozen():
     buffers = (ProgramMemory("int64", 2), ProgramMemory("int64", 2))
     body = (lang.Mix(0, ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar"),)
     steps = (lang.CaptureStep(0, 0, body, scalar=5, value=1), lang.ReplayStep(0, 0, times=3))
-    model = judge(program(*steps, buffers=buffers))
+    model = run_on_model(program(*steps, buffers=buffers))
     assert expected(model, ("buffer", 0)).wanted.tolist() == [92, 92]  # 1 → 8 → 29 → 92
     for name in ("cpu", "sim"):
         try_program(Lab(get_backend(name)), model)
@@ -85,7 +85,7 @@ def test_a_device_without_graphs_replays_on_the_stream_of_the_replay(monkeypatch
     mix = lang.Mix(0, ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar")
     capture = lang.CaptureStep(0, 0, (mix,), scalar=5, value=1, fork=2, branch=(mix,), tail=(mix,))
     behind = (lang.RecordStep(0, 0), lang.WaitStep(1, 0), lang.Slow(1), lang.FillStep(1, ElementSpan(0, 0, 2), 2))
-    model = judge(program(capture, *behind, lang.ReplayStep(0, 1, times=2), buffers=buffers, streams=3))
+    model = run_on_model(program(capture, *behind, lang.ReplayStep(0, 1, times=2), buffers=buffers, streams=3))
     backend = get_backend("sim")
     declared = replace(backend.capabilities, captures_graphs=False, forks_in_capture=False)
     monkeypatch.setattr(type(backend), "capabilities", declared)
@@ -149,7 +149,7 @@ def test_the_same_seed_draws_the_same_programs(conviction):
 
 
 def test_a_wrong_byte_is_found_among_many():
-    model = judge(program(WRITE, RECORD, WAIT, READ))
+    model = run_on_model(program(WRITE, RECORD, WAIT, READ))
     backend = get_backend("cpu")
     copy = backend._copy_async
     backend._copy_async = lambda to, source: copy(to[:-1], source[:-1])

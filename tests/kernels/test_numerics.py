@@ -14,7 +14,7 @@ from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.reference.philox import uniforms
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
-from outrider_conformance.random_kernels.kernels import judge_with
+from outrider_conformance.random_kernels.kernels import check_kernels
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
 from outrider_triton.selection import jit as token_choice
 from outrider_triton.tiles.configs import MatmulConfig
@@ -51,7 +51,7 @@ def test_a_small_problem_of_the_conformance_kit(drawn, dtype, kernels, device):
         pytest.skip("choices are compared in float32, where both sides draw the same")
     if device.type == "cpu" and dtype is torch.bfloat16:
         pytest.skip("the interpreter computes bfloat16 wrongly; float16 is tested here, bfloat16 on a device")
-    judge_with(kernels, small(drawn.kernel, dtype), device)
+    check_kernels(kernels, small(drawn.kernel, dtype), device)
 
 
 SHAPES = [(1, 48, 64), (5, 40, 96), (16, 32, 128), (37, 33, 100)]

@@ -63,7 +63,7 @@ def used(kernels, shape, sizes=(1, 8, 9, 16, 24, 32, 64, 100, 128)):  # noqa: F8
             x, weight = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
             return own.dense.matmul_config(operator, x, weight, half=shape.head_size // 2 if operator == "linear_rope" else 0)
 
-        found |= {(key, m): made for key, made in keys.asked(config).items()}
+        found |= {(key, m): made for key, made in keys.looked_up(config).items()}
         found["attention", m] = own.attention.config_for(attention, cache, max(1, m // 4), 4, 640)
     return found
 
@@ -154,7 +154,7 @@ def test_all_that_a_layer_asks_for_is_kept(qk_norm, left, device, monkeypatch, u
         )
 
     seen = frozenset(asked)
-    assert seen <= keys.asked(choice).keys()
+    assert seen <= keys.looked_up(choice).keys()
 
 
 def test_a_shape_that_was_never_tuned_has_a_head_start(tastes, tmp_path):

@@ -36,7 +36,7 @@ class ScriptedEngine(EngineClient):
         self._handle([info])
 
     async def close(self):
-        self._gone(RuntimeError("closed"), expected=True)
+        self._end_open_requests(RuntimeError("closed"), expected=True)
 
     def _send(self, command):
         if not isinstance(command, SubmitRequest):

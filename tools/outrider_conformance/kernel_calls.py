@@ -118,7 +118,7 @@ class KernelCalls:
         self._note(kernels.name, kernel, not opened.left, shape)
         return result
 
-    def _left(self, kernels: KernelSet, kernel: str, args: tuple[Any, ...]) -> None:
+    def _count_base_call(self, kernels: KernelSet, kernel: str, args: tuple[Any, ...]) -> None:
         """Count a call that reached the base method: by ``super()`` of an override, or because no class
         overrides the method.
         """
@@ -222,7 +222,7 @@ def _counted(kind: type, calls: KernelCalls) -> type:
 def _counted_default(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._counted_by._left(self, name, (*args, *kwargs.values()))
+        self._counted_by._count_base_call(self, name, (*args, *kwargs.values()))
         return method(self, *args, **kwargs)
 
     return call

@@ -34,7 +34,7 @@ def parse_level(text: str) -> int:
     return int(digits)
 
 
-def judged(level: int) -> int:
+def required_level(level: int) -> int:
     """Return the highest level that must be passed if ``level`` is requested: ``level``, but L4 for L5, whose tests only
     report figures.
     """

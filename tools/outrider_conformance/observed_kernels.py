@@ -54,8 +54,8 @@ class ObservedKernels:
         """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself (``own``), or left to
         the overridden method, for ``use``.
         """
-        judged = self.overriding_layer(kernel)
-        return 0 if judged is None else self.calls.count(kernel, own=own, kernels=judged[0], use=use)
+        overriding = self.overriding_layer(kernel)
+        return 0 if overriding is None else self.calls.count(kernel, own=own, kernels=overriding[0], use=use)
 
     def shapes_left(self, kernel: str) -> str:
         """Return up to four shapes of calls that were left to the overridden method, for a message."""
@@ -84,7 +84,7 @@ def observe(kit: Kit) -> ObservedKernels:
         backend = kit.open()
         with counting(backend.kernels_in_use) as calls:
             _engines(backend, calls)
-            _drawn(backend, calls)
+            _call_with_random_operands(backend, calls)
         backend.synchronize()
         kit.observed = ObservedKernels(
             calls,
@@ -114,7 +114,7 @@ def _engines(backend: Backend, calls: KernelCalls) -> None:
                 engines.run(engine, engines.PROMPTS[:2], 8)
 
 
-def _drawn(backend: Backend, calls: KernelCalls) -> None:
+def _call_with_random_operands(backend: Backend, calls: KernelCalls) -> None:
     """Call with random operands each kernel whose override computed nothing for an engine, and count these calls.
 
     Examples are kernels that the engines did not call, such as those of quantized layers and of experts, and overrides that

@@ -26,7 +26,7 @@ from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_l
 from outrider_conformance.programs import DEFAULT_PROGRAMS
 from outrider_conformance.reporting.causes import tracing_verbs
 from outrider_conformance.reporting.recorder import CALLS, VERBS_CALLED, ReportRecorder
-from outrider_conformance.reporting.verdict import NOT_REACHED, Waiver, judge, mark_of, read_waivers, test_id
+from outrider_conformance.reporting.verdict import NOT_REACHED, Waiver, mark_of, read_waivers, set_verdict, test_id
 
 if TYPE_CHECKING:
     from outrider_conformance.observed_kernels import ObservedKernels
@@ -138,11 +138,11 @@ def pytest_runtest_makereport(
     report = yield
     if level_of(item.path) is not None and KIT in item.config.stash:
         today = datetime.datetime.now(datetime.UTC).date()
-        judge(item, call, report, item.config.stash[WAIVERS], today, alone=_alone(item))
+        set_verdict(item, call, report, item.config.stash[WAIVERS], today, alone=_repeat_command(item))
     return report
 
 
-def _alone(item: pytest.Item) -> str:
+def _repeat_command(item: pytest.Item) -> str:
     """Return the command that repeats one test, with the seed and number of programs of this run."""
     command = ["outrider", "conform", "--backend", str(item.config.stash[KIT].spec), "--test", test_id(item)]
     for option, name, default in (("--programs", "--programs", DEFAULT_PROGRAMS), ("--kit-seed", "--seed", 0)):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.registry.children import child_session
-from outrider_conformance.levels import judged
+from outrider_conformance.levels import required_level
 from outrider_sanitizer.scratch_files import scratch_directory
 
 # `python -m pytest`, in a process that ends with this one.
@@ -123,7 +123,7 @@ def check(backend: str, *, level: str = "L4", waivers: Path | None = None) -> No
 
 def passed(report: Mapping[str, Any]) -> bool:
     """Return True if the report shows that all requested levels are passed. L5 only reports figures."""
-    asked = judged(int(report["level"][1:]))
+    asked = required_level(int(report["level"][1:]))
     return report["reached"] is not None and int(report["reached"][1:]) >= asked
 
 

@@ -221,14 +221,14 @@ class _WatchedLoop:
     def __init__(self, pace: OverlapMonitor, loop: Loop, overlap: bool, depth: int) -> None:
         self._pace, self._loop, self._overlap, self._depth = pace, loop, overlap, depth
         self._followed = False  # the iteration before this one is to be in flight still
-        self._around(loop.scheduler, "next_batch", self._next_batch)
-        self._around(loop.scheduler, "_release", self._release)
-        self._around(loop.step, "launch", self._launch)
-        self._around(loop, "_handle_oldest", self._handle)
-        for name in ("_drain", "settle", "_undo"):
-            self._around(loop, name, self._settled)
+        self._wrap_method(loop.scheduler, "next_batch", self._next_batch)
+        self._wrap_method(loop.scheduler, "_release", self._release)
+        self._wrap_method(loop.step, "launch", self._launch)
+        self._wrap_method(loop, "_handle_oldest", self._handle)
+        for name in ("_drain", "handle_results_of", "_undo"):
+            self._wrap_method(loop, name, self._settled)
 
-    def _around(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def _wrap_method(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         setattr(owner, name, lambda *arguments, **named: wrapper(original, *arguments, **named))
 

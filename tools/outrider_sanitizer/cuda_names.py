@@ -52,7 +52,7 @@ def map_cuda_names(backend: Backend) -> Generator[None]:
         set_default, run = torch.set_default_device, threading.Thread.run
 
         def set_default_device(device: Any) -> None:
-            set_default(_here(device, backend.device))
+            set_default(_redirected(device, backend.device))
 
         def run_thread(thread: threading.Thread) -> None:
             with _Placed(backend.device):
@@ -84,7 +84,7 @@ def _compile(original: Any) -> Any:
     return compile
 
 
-def _here(device: Any, place: torch.device) -> Any:
+def _redirected(device: Any, place: torch.device) -> Any:
     """Return the device ``place`` for a device that names CUDA, and any other ``device`` unchanged."""
     if isinstance(device, torch.device):
         found = device.type == _KIND
@@ -104,8 +104,8 @@ class _Placed(TorchFunctionMode):
         if func is Tensor.cuda:
             tensor, options = _moving(*args, **(kwargs or {}))
             return tensor.to(place, **options)
-        args = tuple(_here(value, place) for value in args)
-        return func(*args, **{name: _here(value, place) for name, value in (kwargs or {}).items()})
+        args = tuple(_redirected(value, place) for value in args)
+        return func(*args, **{name: _redirected(value, place) for name, value in (kwargs or {}).items()})
 
 
 def _moving(

@@ -4,6 +4,8 @@ call returns.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,28 @@ if TYPE_CHECKING:
 _WIDE = (torch.float32, torch.float64)
 _LEVELS_WITHOUT_BFLOAT16 = frozenset({"DEFAULT", "AVX2"})
 """Instruction sets without a bfloat16 product, by torch's names."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
+_MAX_RETAINED_BYTES = 256 << 20
+"""Maximum bytes of freed memory at the end of the heap that the C library keeps."""
+_MAX_HEAP_BLOCK_BYTES = 32 << 20
+"""Maximum bytes of a block that is allocated from the heap; glibc accepts no larger value."""
+
+
+def retain_freed_memory() -> bool:
+    """Let the C library retain up to 256 MiB of freed memory for blocks of up to 32 MiB. Return whether it accepts this.
+
+    By default glibc returns freed blocks of about 100 KiB or more to the system. The next such block then causes a page
+    fault every 4 KiB, which takes longer than filling the block. The setting applies to all threads of the process.
+    Other C libraries have no such settings and are unchanged.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, _MAX_RETAINED_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, _MAX_HEAP_BLOCK_BYTES))
 
 
 def computes_bfloat16() -> bool:

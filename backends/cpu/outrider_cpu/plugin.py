@@ -44,8 +44,7 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
             raise ConfigError(f"backend 'cpu' has no option {key!r}; known: {', '.join(OPTIONS)}")
         if value not in _FREED:
             raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_FREED)}")
-    from outrider_cpu.backend import CpuBackend
-    from outrider_cpu.memory import retain_freed_memory
+    from outrider_cpu.backend import CpuBackend, retain_freed_memory
 
     if options.get("freed") != "returned":
         kept = retain_freed_memory()

@@ -108,7 +108,7 @@ class PinnedArray(np.ndarray):
 
     def view(self, *args: Any, **kwargs: Any) -> Any:
         """Return a view of the same memory that reports, whatever array class is asked for."""
-        return _over(np.ndarray.view(self, *args, **kwargs), self)
+        return _watched_result(np.ndarray.view(self, *args, **kwargs), self)
 
     @property
     def flat(self) -> Any:
@@ -198,7 +198,7 @@ def _views(result: Any, pinned: list[PinnedArray]) -> Any:
         return result
     if isinstance(result, np.ndarray):
         owner = next((value for value in pinned if value._alloc is not None and _within(result, value._alloc)), None)
-        return None if owner is None else _over(result, owner)
+        return None if owner is None else _watched_result(result, owner)
     if isinstance(result, list | tuple) and result and type(result) in (list, tuple):
         parts = [_views(part, pinned) for part in result]
         return None if any(part is None for part in parts) else type(result)(parts)
@@ -302,7 +302,7 @@ def watched(array: Any, alloc: HostMemory) -> PinnedArray:
     return view
 
 
-def _over(result: Any, owner: PinnedArray) -> Any:
+def _watched_result(result: Any, owner: PinnedArray) -> Any:
     return result if owner._alloc is None else watched(result, owner._alloc)
 
 

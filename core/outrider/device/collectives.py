@@ -129,7 +129,7 @@ class Group(ABC):
         """Replace ``tensor`` by the reduction of all ranks' tensors, in place."""
         call = self.announce(tensor, stream=stream, reduction=reduction)
         if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
                 self._all_reduce(tensor, reduction)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
@@ -137,7 +137,7 @@ class Group(ABC):
         self._check_stacked(output, tensor, "all_gather", "output", "tensor")
         call = self._call("all_gather", stream, output, tensor, reads=(tensor,), writes=(output,))
         if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
                 self._all_gather(output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, *, stream: Stream, reduction: Reduction = Reduction.SUM) -> None:
@@ -151,7 +151,7 @@ class Group(ABC):
             "reduce_scatter", stream, output, tensor, reads=(tensor,), writes=(output, tensor), reduction=reduction
         )
         if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
                 self._reduce_scatter(output, tensor, reduction)
 
     def broadcast(self, tensor: Tensor, *, root: int, stream: Stream) -> None:
@@ -160,7 +160,7 @@ class Group(ABC):
         reads, writes = ((tensor,), ()) if self.rank == root else ((), (tensor,))
         call = self._call("broadcast", stream, tensor, tensor, reads=reads, writes=writes, root=root)
         if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
                 self._broadcast(tensor, root)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
@@ -169,12 +169,12 @@ class Group(ABC):
         Raises :class:`InterfaceError` for other shapes.
         """
         if output.shape != tensor.shape or not tensor.dim() or tensor.shape[0] != self.size:
-            raise self._misused(
+            raise self._interface_error(
                 "all_to_all", f"output {list(output.shape)} and tensor {list(tensor.shape)}, expected both [{self.size}, …]"
             )
         call = self._call("all_to_all", stream, output, tensor, reads=(tensor,), writes=(output,))
         if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
                 self._all_to_all(output, tensor)
 
     def send(self, tensor: Tensor, *, to: int, stream: Stream) -> None:
@@ -185,7 +185,7 @@ class Group(ABC):
         self._check_member("send", "to", to, other=True)
         call = self._call("send", stream, tensor, tensor, reads=(tensor,), writes=(), peer=to)
         if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
                 self._send(tensor, to)
 
     def receive(self, tensor: Tensor, *, source: int, stream: Stream) -> None:
@@ -193,7 +193,7 @@ class Group(ABC):
         self._check_member("receive", "source", source, other=True)
         call = self._call("receive", stream, tensor, tensor, reads=(), writes=(tensor,), peer=source)
         if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
                 self._receive(tensor, source)
 
     # -- memory that the ranks share -------------------------------------------------------------------------------
@@ -219,10 +219,10 @@ class Group(ABC):
                 "can't be made; use the group's verbs"
             )
         if self.closed:
-            raise self._misused("peer_buffers", "the group is closed; create another")
+            raise self._interface_error("peer_buffers", "the group is closed; create another")
         capture = self.backend.active_capture
         if capture is not None and not capture.rehearsal:
-            raise self._misused("peer_buffers", f"{name!r} in a capture; make it before")
+            raise self._interface_error("peer_buffers", f"{name!r} in a capture; make it before")
         with self.backend.guard(f"making {name!r} for the ranks of group {self.name!r}"):
             buffers = self._peer_buffers(name, tuple(shape), dtype)
         self._peer_written.append(buffers[self.rank])
@@ -250,7 +250,7 @@ class Group(ABC):
         """
         unknown = set(ways) - set(self.implementations)
         if unknown:
-            raise self._misused(
+            raise self._interface_error(
                 "take", f"there is no way {', '.join(sorted(unknown))}, expected some of {list(self.implementations)}"
             )
         self._allowed_implementations = frozenset(ways)
@@ -330,14 +330,16 @@ class Group(ABC):
     ) -> Collective:
         """Check the rules that all verbs share, count the call and report it."""
         if self.closed:
-            raise self._misused(kind, "the group is closed; create another")
+            raise self._interface_error(kind, "the group is closed; create another")
         for tensor in operands:
             if tensor.device != self.backend.device:
-                raise self._misused(kind, f"a tensor is on {tensor.device}, expected {self.backend.device}")
+                raise self._interface_error(kind, f"a tensor is on {tensor.device}, expected {self.backend.device}")
             if not tensor.is_contiguous():
-                raise self._misused(kind, f"strides {tuple(tensor.stride())} aren't contiguous; pass a contiguous tensor")
+                raise self._interface_error(
+                    kind, f"strides {tuple(tensor.stride())} aren't contiguous; pass a contiguous tensor"
+                )
             if tensor.dtype != operands[0].dtype:
-                raise self._misused(kind, f"operands are {operands[0].dtype} and {tensor.dtype}, expected one dtype")
+                raise self._interface_error(kind, f"operands are {operands[0].dtype} and {tensor.dtype}, expected one dtype")
         capture = self.backend.active_capture
         if capture is not None and not self.backend.capabilities.captures_collectives:
             raise CapabilityError(
@@ -370,11 +372,11 @@ class Group(ABC):
         floats = self.backend.capabilities.dtypes
         if tensor.dtype not in floats and tensor.dtype not in _INTEGERS:
             known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in (*floats, *_INTEGERS)))
-            raise self._misused(kind, f"{tensor.dtype} isn't reduced here, only {known}")
+            raise self._interface_error(kind, f"{tensor.dtype} isn't reduced here, only {known}")
 
     def _check_stacked(self, stacked: Tensor, part: Tensor, kind: str, stacked_name: str, part_name: str) -> None:
         if tuple(stacked.shape) != (self.size, *part.shape):
-            raise self._misused(
+            raise self._interface_error(
                 kind,
                 f"{stacked_name} {list(stacked.shape)} and {part_name} {list(part.shape)}, expected {stacked_name} "
                 f"{[self.size, *part.shape]}",
@@ -382,14 +384,14 @@ class Group(ABC):
 
     def _check_member(self, kind: str, what: str, index: int, *, other: bool = False) -> None:
         if not 0 <= index < self.size:
-            raise self._misused(kind, f"{what} is {index}, expected an index in the group, 0 to {self.size - 1}")
+            raise self._interface_error(kind, f"{what} is {index}, expected an index in the group, 0 to {self.size - 1}")
         if other and index == self.rank:
-            raise self._misused(kind, f"{what} is {index}, this rank itself; copy on the stream instead")
+            raise self._interface_error(kind, f"{what} is {index}, this rank itself; copy on the stream instead")
 
-    def _misused(self, kind: str, what: str) -> InterfaceError:
+    def _interface_error(self, kind: str, what: str) -> InterfaceError:
         return InterfaceError(f"{kind} of rank {self.rank} in group {self.name!r} of {self.backend.label}: {what}")
 
-    def _doing(self, call: Collective) -> str:
+    def _describe_call(self, call: Collective) -> str:
         return f"calling {call} as rank {self.rank} of group {self.name!r}"
 
     def failed(self, reason: object, call: Collective | None = None) -> CollectiveError:

@@ -237,7 +237,7 @@ class ConnectionHub:
         """Close a connection with the reason ``why``. The event *left* follows."""
         connection = self._connections.get(peer)
         if connection is not None:
-            self._lose(connection, why)
+            self._drop_connection(connection, why)
 
     def stop_listening(self) -> None:
         """Stop listening: the hub accepts no further connections."""
@@ -272,7 +272,7 @@ class ConnectionHub:
         self._reconnect_at.clear()
         for connection in list(self._connections.values()):
             self._flush(connection)
-            self._lose(connection, "closed")
+            self._drop_connection(connection, "closed")
         self.stop_listening()
         self._selector.close()
         self._events.clear()
@@ -319,7 +319,7 @@ class ConnectionHub:
         connection.unsent_bytes += len(data)
         connection.last_sent_at = time.monotonic()
         if connection.unsent_bytes > _MAX_UNSENT_BYTES:
-            self._lose(connection, "it doesn't read what it's sent")
+            self._drop_connection(connection, "it doesn't read what it's sent")
         elif not connection.is_connecting:
             self._flush(connection)
 
@@ -336,7 +336,7 @@ class ConnectionHub:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self._lose(connection, str(error.strerror))
+            self._drop_connection(connection, str(error.strerror))
             return
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         self._selector.modify(connection.sock, mask, connection)
@@ -347,10 +347,10 @@ class ConnectionHub:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._lose(connection, str(error.strerror))
+            self._drop_connection(connection, str(error.strerror))
             return
         if not data:
-            self._lose(connection, "it closed the connection")
+            self._drop_connection(connection, "it closed the connection")
             return
         connection.last_received_at = time.monotonic()
         try:
@@ -359,7 +359,7 @@ class ConnectionHub:
                     return
                 self._handle_message(connection, message)
         except WireError as error:
-            self._lose(connection, str(error))
+            self._drop_connection(connection, str(error))
 
     def _handle_message(self, connection: _Connection, message: WireMessage) -> None:
         if not connection.is_authenticated:
@@ -400,13 +400,13 @@ class ConnectionHub:
         now = time.monotonic()
         for connection in list(self._connections.values()):
             if not connection.is_authenticated and now - connection.opened_at > _HANDSHAKE_TIMEOUT_S:
-                self._lose(connection, "it didn't say who it is")
+                self._drop_connection(connection, "it didn't say who it is")
             elif now - connection.last_received_at > self._silence_s:
-                self._lose(connection, f"it said nothing for {self._silence_s:g} s")
+                self._drop_connection(connection, f"it said nothing for {self._silence_s:g} s")
             elif connection.is_authenticated and now - connection.last_sent_at > _PING_INTERVAL_S:
                 self._queue(connection, WireMessage("ping"))
 
-    def _lose(self, connection: _Connection, why: str) -> None:
+    def _drop_connection(self, connection: _Connection, why: str) -> None:
         if self._connections.pop(connection.peer, None) is None:
             return
         with suppress(KeyError, ValueError):

@@ -344,7 +344,7 @@ class DecodeWorker:
         if entry.expected is not None:
             if entry.peer is not None:
                 entry.peer.landing.cancel_landing(written_notice(entry.ticket), entry.expected)
-            self.engine.lending.forsake(entry.expected)
+            self.engine.lending.abandon(entry.expected)
             entry.expected = None
 
     def _emit(self, entry: _Entry, output: StepOutput) -> None:

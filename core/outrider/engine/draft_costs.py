@@ -30,7 +30,7 @@ from outrider.engine.state.results import PendingResult
 from outrider.speculative.proposer import Proposer
 
 _RUNS = 3  # iterations of each kind: the first warms up, the fastest of the others counts
-_FEW, _MANY = 16, 1024  # cached tokens of a request
+_FEW_CACHED_TOKENS, _MANY_CACHED_TOKENS = 16, 1024  # cached tokens of a request
 
 
 def lengths_for(
@@ -167,8 +167,8 @@ class _Measurement:
         lengths = sorted(parts.lengths)
         room = (_RUNS + 1) * (max(lengths) + 1) + parts.proposer.slots
         page = parts.config.page_size
-        many = min(_MANY, parts.capacity - room, (parts.cache.pages - 1) // most * page - room)
-        few = max(1, min(_FEW, many))
+        many = min(_MANY_CACHED_TOKENS, parts.capacity - room, (parts.cache.pages - 1) // most * page - room)
+        few = max(1, min(_FEW_CACHED_TOKENS, many))
         with parts.backend.guard("measuring what iterations take"):
             self._admit(most, max(many, few) + room)
             base = {
@@ -194,7 +194,7 @@ class _Measurement:
             (row, index, 1 + ((row - 1) * each + index) % usable) for row in range(1, requests + 1) for index in range(each)
         )
         self._launch(Batch((), (), (), updates))
-        self._land(0)
+        self._wait_for_all_but(0)
 
     def _seconds(self, length: int, requests: int, tokens: int) -> float:
         """Return the seconds of the fastest of several iterations that draft ``length`` tokens for each of ``requests``
@@ -205,24 +205,24 @@ class _Measurement:
             rows = torch.arange(1, requests + 1, device=parts.backend.device)
             parts.future.publish(rows, torch.full_like(rows, tokens))
         self._launch(Batch((), (), (), ()))  # tells the host of the lengths, where it must know them
-        self._land(0)
+        self._wait_for_all_but(0)
         decoding = tuple(_stand_in(row, tokens) for row in range(1, requests + 1))
         ends = []
         for _ in range(_RUNS):
             self._launch(Batch((), decoding, (), (), drafted=length))
-            ends += self._land(self._ahead)
-        ends += self._land(0)
+            ends += self._wait_for_all_but(self._ahead)
+        ends += self._wait_for_all_but(0)
         return min(end - before for before, end in pairwise(ends))
 
     def _launch(self, batch: Batch) -> None:
         self._in_flight.append(self._step.launch(batch))
 
-    def _land(self, keep: int) -> list[float]:
+    def _wait_for_all_but(self, keep: int) -> list[float]:
         """Wait for all iterations in flight but ``keep``, and return the host time in seconds at which each ended."""
         ends = []
         while len(self._in_flight) > keep:
-            ticket = self._in_flight.popleft()
-            self._parts.results.read_results(ticket, self._parts.fences.results_copied[ticket.entry])
+            pending = self._in_flight.popleft()
+            self._parts.results.read_results(pending, self._parts.fences.results_copied[pending.entry])
             ends.append(time.perf_counter())
         return ends
 

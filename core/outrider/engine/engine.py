@@ -29,7 +29,7 @@ from outrider.engine.requests.hand_over import HandOver, RequestState
 from outrider.engine.requests.pages import CacheEvent, CacheEvents
 from outrider.engine.requests.request import Completion, FinishReason, Request, RequestStream, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.session import Answer, Session, answering, follow
+from outrider.engine.session import Session, VoteAnswer, follow, vote_handler
 from outrider.engine.setup.checks import check_engine_types, check_invariance, check_policy, check_tree, check_type
 from outrider.engine.setup.facts import collect_facts
 from outrider.engine.setup.loading import LoadingArguments, absolute, load_checkpoint
@@ -108,7 +108,7 @@ class Engine:
         sizes = None if runner.report is None else runner.report.buckets
         policy, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
         self._loop = loop = assembly.loop(self._step, watchdog, decision_log.replicate(policy), decision_log)
-        watchdog.limit_s = decision_log.limited(watchdog.limit_s)
+        watchdog.limit_s = decision_log.wait_limit(watchdog.limit_s)
         self._failure_recovery, self._scheduler, self._requests = loop.failure_recovery, loop.scheduler, loop.requests
         self._grammars = Grammars(
             tokenizer,
@@ -255,7 +255,7 @@ class Engine:
         tokens = self._encoded(prompt)
         with self._session.use():
             samples = self._admission.requests(self._session.next_id, tokens, params, priority=priority, media=media)
-            self._session.tell("add_request", tuple(tokens), params, priority, tuple(media))
+            self._session.log_call("add_request", tuple(tokens), params, priority, tuple(media))
             return self._session.submit(samples)
 
     def abort(self, request_id: int) -> None:
@@ -266,7 +266,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._session.tell("abort", request_id)
+            self._session.log_call("abort", request_id)
             self._loop.end_request(request, FinishReason.ABORT)
             self._scheduler.retire()
 
@@ -312,7 +312,7 @@ class Engine:
             prompts = [self._encoded(prompt) for prompt in prompts]
         with self._session.use():
             batch = self._admission.batch(self._session.next_id, prompts, params, media)
-            self._session.tell(
+            self._session.log_call(
                 "generate", tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media))
             )
             return self._generate(batch)
@@ -333,7 +333,7 @@ class Engine:
         tokens = self._encoded(prompt)
         with self._session.use():
             (request,) = self._admission.requests(self._session.next_id, tokens, params, media=media)
-            self._session.tell("add_request", tuple(tokens), params, 0, tuple(media))
+            self._session.log_call("add_request", tuple(tokens), params, 0, tuple(media))
             outputs = self._loop.output_queue.open(request.id)
             self._session.submit([request])
         return RequestStream(request, outputs, advance=self._iterate, close=self._session.close_stream)
@@ -343,7 +343,7 @@ class Engine:
         with self._session.use():
             self._loop.drain()
 
-    def follow(self, answer: Answer | None = None) -> None:
+    def follow(self, answer: VoteAnswer | None = None) -> None:
         """Repeat the calls of the first rank's engine until that engine is closed. Engines of other ranks take no calls of
         their own.
 
@@ -369,8 +369,8 @@ class Engine:
             "resume": self.resume,
             "expect_pages": lambda state, group: self.lending.follow_expect(state, group),
             "pages_arrived": lambda request, relay: self.lending.follow_arrived(request, relay),
-            "release_pages": lambda request: self.lending.forsake(self.lending.expected[request]),
-            "vote": answering(decision_log, answer),
+            "release_pages": lambda request: self.lending.abandon(self.lending.expected[request]),
+            "vote": vote_handler(decision_log, answer),
         }
         follow(decision_log, calls, self._loop)
 
@@ -416,9 +416,9 @@ class Engine:
         that has finished or has no output yet.
         """
         with self._session.use():
-            self._session.tell("hand_over", request_id)
+            self._session.log_call("hand_over", request_id)
             self._decision_log.publish_or_check("go on")
-            request = self._loop.leaving(request_id)
+            request = self._loop.request_to_hand_over(request_id)
             with self._failure_recovery.guard_device_work("handing a request over"):
                 handed = self._decision_log.keep_handed_over(self._parts.transfer.copy_request_state(request))
             self._loop.hand_over_request(request)
@@ -438,7 +438,7 @@ class Engine:
         self._decision_log.check_handed_over(handed)
         with self._session.use():
             request = self._admission.arrival(self._session.next_id, handed)
-            self._session.tell("take_over", handed.key)
+            self._session.log_call("take_over", handed.key)
             self._decision_log.drop_handed_over(handed)
             request.group = handed.group
             with self._failure_recovery.guard_device_work("taking a request over"):
@@ -457,7 +457,7 @@ class Engine:
         with self._session.use():
             if lend:
                 self.lending.check_lends()
-            self._session.tell("resume", state)
+            self._session.log_call("resume", state)
             request = self._admission.resumed(self._session.next_id, state)
             request.is_prefill_only = lend
             self._session.choose_group([request])

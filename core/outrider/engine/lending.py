@@ -65,7 +65,7 @@ class PageLending:
         resting request. For another request it waits for the iterations in flight, as :meth:`Engine.hand_over` does.
         """
         with self._session.use():
-            request = self._loop.leaving(request_id)
+            request = self._loop.request_to_hand_over(request_id)
             with self._guard("lending a request's pages"):
                 return self._lend(request)
 
@@ -123,7 +123,7 @@ class PageLending:
                 expected = self._expect(self._session.next_id, state, group)
             if expected is not None:
                 self._session.next_id += 1
-                self._session.tell("expect_pages", state, expected.group)
+                self._session.log_call("expect_pages", state, expected.group)
             return expected
 
     def _expect(self, request_id: int, state: RequestState, group: int | None) -> ExpectedPages | None:
@@ -161,7 +161,7 @@ class PageLending:
                 self._queue_arrived(expected, relay)
             needs_relay = self._has_page_parts or not self.has_pages(expected)
             relayed = dict(relay) if needs_relay else {}
-            self._session.tell("pages_arrived", expected.request, relayed)
+            self._session.log_call("pages_arrived", expected.request, relayed)
             return expected.request
 
     def follow_arrived(self, request: int, relay: Mapping[str, Tensor]) -> None:
@@ -192,14 +192,14 @@ class PageLending:
         self._coming.give_back(expected.slot)
         self._loop.add(request)
 
-    def forsake(self, expected: ExpectedPages) -> None:
+    def abandon(self, expected: ExpectedPages) -> None:
         """Free the pages reserved for a request that will not arrive. The caller knows that the network card writes none of
         them: no transfer began, or the transfer or its link has ended.
         """
         with self._session.use():
             self._scheduler.free_reserved(self._taken(expected))
             self._coming.give_back(expected.slot)
-            self._session.tell("release_pages", expected.request)
+            self._session.log_call("release_pages", expected.request)
 
     def _reserve(self, request: Request, group: int | None) -> bool:
         scheduler = self._scheduler

@@ -157,19 +157,19 @@ class Loop:
                 self._handle_oldest()
         self.scheduler.retire()
 
-    def settle(self, request: Request) -> None:
+    def handle_results_of(self, request: Request) -> None:
         """Handle the results of iterations in order, until no iteration in flight contains ``request``."""
         with self.failure_recovery.guard_device_work("waiting for a request's iterations"):
             while request.in_flight:
                 self._handle_oldest()
 
-    def leaving(self, request_id: int) -> Request:
+    def request_to_hand_over(self, request_id: int) -> Request:
         """Return a decoding request without iterations in flight. Raises :class:`RequestError` if there is none with this
         id.
         """
         request = self.requests.get(request_id)
         if request is not None:
-            self.settle(request)
+            self.handle_results_of(request)
         if request is None or request.finished:
             raise RequestError(f"request {request_id} isn't running; it may have finished already")
         if not request.row or request.needs_prefill or not request.output:
@@ -213,7 +213,7 @@ class Loop:
             while well and self._in_flight:
                 self._handle_oldest()
         finally:
-            batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
+            batches = [*(pending.batch for pending in self._in_flight), *unlaunched]
             self._in_flight.clear()
             self.step.invalidate()
             self.scheduler.undo_batches(batches, corrupted=not well)
@@ -237,10 +237,10 @@ class Loop:
         """Wait for the results of the oldest iteration in flight and handle them. Results of finished requests are
         dropped.
         """
-        ticket = self._in_flight[0]
-        outcomes = self._results.read_results(ticket, self._fences.results_copied[ticket.entry])
+        pending = self._in_flight[0]
+        outcomes = self._results.read_results(pending, self._fences.results_copied[pending.entry])
         self._in_flight.popleft()
-        batches = ticket.batch.group_batches
+        batches = pending.batch.group_batches
         accepted = [
             len(tokens) - 1
             for batch, outcome in zip(batches, outcomes, strict=True)
@@ -248,7 +248,7 @@ class Loop:
             if not request.finished
         ]
         self.decision_log.decide_accepted(accepted)
-        self.scheduler.handle_landed(ticket.batch, accepted)
+        self.scheduler.handle_landed(pending.batch, accepted)
         for batch, outcome in zip(batches, outcomes, strict=True):
             self._handle_results(batch, outcome)
 

@@ -97,7 +97,7 @@ class Session:
         while self._abandoned:
             self.drop([self._abandoned.popleft()])
 
-    def tell(self, call: str, *arguments: object) -> None:
+    def log_call(self, call: str, *arguments: object) -> None:
         """Append a call of :data:`~outrider.engine.ranks.records.CALLS` to the decision log, so that follower ranks repeat
         it.
         """
@@ -105,7 +105,7 @@ class Session:
 
     def drop(self, requests: Sequence[Request]) -> None:
         """Abort each request that has not ended, and drop its outputs."""
-        self.tell("drop", [request.id for request in requests])
+        self.log_call("drop", [request.id for request in requests])
         self._loop.drop_requests(requests)
 
     def submit(self, samples: Sequence[Request]) -> int:
@@ -151,16 +151,18 @@ Calls = Mapping[str, Callable[..., object]]
 """The function for each call of :data:`~outrider.engine.ranks.records.CALLS` with which a follower rank repeats it."""
 
 
-Answer = Callable[[str], str]
+VoteAnswer = Callable[[str], str]
 """The function of a rank that answers a vote request of the first rank; it belongs to the engine's caller."""
 
 
-def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callable[[int, str], None]:
+def vote_handler(decision_log: RankedDecisionLog, answer: VoteAnswer | None) -> Callable[[int, str], None]:
     """Return the handler of vote requests; it publishes the answer of this rank."""
 
     def answer_request(number: int, said: str) -> None:
         if answer is None:
-            raise ConfigError("the first rank asks what is beside this one's engine, and nothing is: use follow(answer=...)")
+            raise ConfigError(
+                "the first rank asks every rank's caller for a vote, and this one gives none: use follow(answer=...)"
+            )
         decision_log.publish_vote(number, answer(said))
 
     return answer_request

@@ -185,11 +185,11 @@ class Step:
         If data-parallel groups share results, these leave at the end, because another group may decode.
         """
         self._publish(entry)  # before the results leave: once the host has read them, the ring entry is filled again
-        ticket = None if self._results.is_shared else self._copy_results_to_host(requested, entry)
+        pending = None if self._results.is_shared else self._copy_results_to_host(requested, entry)
         if filled is not None:
             self.prefill.extend(filled)
         self._fences.shared_reads_done.signal(self._streams.forward)
-        return ticket or self._copy_results_to_host(requested, entry)
+        return pending or self._copy_results_to_host(requested, entry)
 
     def _copy_results_to_host(self, requested: Batch, entry: int) -> PendingResult:
         """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can
@@ -201,9 +201,9 @@ class Step:
         fences.results_ready.signal(streams.forward)
 
         fences.results_ready.wait(streams.copy)
-        ticket = self._results.copy_out(requested, entry, streams.copy)
+        pending = self._results.copy_out(requested, entry, streams.copy)
         fences.results_copied[entry].signal(streams.copy)
-        return ticket
+        return pending
 
     def _publish(self, entry: int) -> None:
         """Signal *published*; copy the lengths to the host if a policy or a plan needs exact lengths there."""

@@ -34,7 +34,6 @@ from outrider.model.layers.cache import KVCache, LayerState
 from outrider.model.layers.decoder import Decoder, DecoderWeights
 from outrider.model.layers.inputs import ForwardInput, KeptRows, StateInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide, side_by_side
-from outrider.model.layers.layer import attention_shapes
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import ModelRanks, Shard, Shards, or_single_rank
 from outrider.model.layers.transformers_decoder import TransformersDecoder
@@ -88,7 +87,6 @@ __all__ = [
     "TransformersDecoder",
     "VisionConfig",
     "VisionTower",
-    "attention_shapes",
     "check_draft_format",
     "check_draft_kind",
     "check_same_tokens",

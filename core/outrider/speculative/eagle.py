@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionShape, ConfigError
-from outrider.model import Eagle3Head, EagleHead, ForwardInput, MtpHead, attention_shapes
+from outrider.model import Eagle3Head, EagleHead, ForwardInput, MtpHead
 from outrider.speculative.proposer import (
     ChainProposer,
     Draft,
@@ -50,7 +50,7 @@ class HeadDrafts(HeadProposer):
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
         """Return the attention shapes of the head's layers."""
-        return attention_shapes(self.head.config, self._dtype, page_size=page_size)
+        return self.head.config.attention_shapes(self._dtype, page_size=page_size)
 
     def run_accepted_pairs(self, inputs: ExtendInputs) -> Tensor:
         """Run one pass of the head over the accepted pairs. Return the head's states [B, H] at each request's last pair."""

@@ -300,7 +300,7 @@ class SuffixProposer(NgramProposer):
         """
         relayed = super().extend(inputs)
         if inputs.prompt is None:
-            self._learn(inputs)
+            self._store_contexts(inputs)
         return relayed
 
     def draft(self, inputs: DraftInputs) -> Draft:
@@ -354,7 +354,7 @@ class SuffixProposer(NgramProposer):
             known = (known + 1).clamp(max=past.longest)
         return torch.stack(tokens, dim=1), first
 
-    def _learn(self, inputs: ExtendInputs) -> None:
+    def _store_contexts(self, inputs: ExtendInputs) -> None:
         """Add the decoded tokens with their contexts to the table, except for padding and requests of captures (page 0)."""
         past, tables = self.past_outputs, inputs.attention.block_table
         batch = inputs.last.shape[0]

@@ -230,6 +230,46 @@ def rope_write_cache(
     tl.store(v_cache + offset + half, as_cached(tl.load(value + half, mask=mask, other=0.0), v_cache), mask=mask)
 
 
+@triton.jit
+def _load_angles(cos, sin, low, high, mask):
+    """Load the cosines and sines ``low`` and ``high`` of a token in float32; the angle is 0 outside the mask."""
+    cos_low = tl.load(cos + low, mask=mask, other=1.0).to(tl.float32)
+    sin_low = tl.load(sin + low, mask=mask, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + high, mask=mask, other=1.0).to(tl.float32)
+    sin_high = tl.load(sin + high, mask=mask, other=0.0).to(tl.float32)
+    return cos_low, sin_low, cos_high, sin_high
+
+
+@triton.jit
+def _store_halves(cache, place, first, second, low, high, mask):
+    """Store both halves of heads to the elements ``first`` and ``second`` at ``place`` in ``cache``, in its dtype."""
+    tl.store(cache + place + first, as_cached(low, cache), mask=mask)
+    tl.store(cache + place + second, as_cached(high, cache), mask=mask)
+
+
+@triton.jit
+def _norm_factors(q_norm, k_norm, element, mask, is_query):
+    """Load the norm weights of the elements ``element`` of a head, of queries where ``is_query`` and of keys elsewhere."""
+    of_queries = tl.load(q_norm + element, mask=mask, other=0.0).to(tl.float32)
+    of_keys = tl.load(k_norm + element, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(is_query, of_queries, of_keys)
+
+
+@triton.jit
+def _normalise_heads(low, high, low_factor, high_factor, size, eps, norm_type: tl.constexpr, out_type: tl.constexpr):
+    """Return both halves of each head, divided by its root mean square and multiplied by the factors of its norm, in float32.
+
+    Values are rounded where the reference rounds: a weight of a wider type multiplies what isn't rounded yet.
+    """
+    scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / size + eps)[:, None]
+    low *= scale
+    high *= scale
+    if norm_type == out_type:
+        low = low.to(out_type).to(tl.float32)
+        high = high.to(out_type).to(tl.float32)
+    return (low * low_factor).to(out_type).to(tl.float32), (high * high_factor).to(out_type).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def add_parts_rope_write_cache(
     parts,
@@ -273,24 +313,13 @@ def add_parts_rope_write_cache(
     rotates = pair < rotated
     if q_norm is not None:  # weights, so their loads may precede the wait
         is_element = pair < half
-        low_factor = tl.where(
-            is_query,
-            tl.load(q_norm + first, mask=is_element, other=0.0).to(tl.float32),
-            tl.load(k_norm + first, mask=is_element, other=0.0).to(tl.float32),
-        )
-        high_factor = tl.where(
-            is_query,
-            tl.load(q_norm + second, mask=is_element, other=0.0).to(tl.float32),
-            tl.load(k_norm + second, mask=is_element, other=0.0).to(tl.float32),
-        )
+        low_factor = _norm_factors(q_norm, k_norm, first, is_element, is_query)
+        high_factor = _norm_factors(q_norm, k_norm, second, is_element, is_query)
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     angle = token * angles_token + pair
-    cos_low = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
-    sin_low = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + rotated, mask=rotates, other=1.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + rotated, mask=rotates, other=0.0).to(tl.float32)
+    cos_low, sin_low, cos_high, sin_high = _load_angles(cos, sin, angle, angle + rotated, rotates)
     source = parts + token * token_stride + head * (2 * half)
     low = tl.zeros([HEADS, BLOCK_HALF], dtype=tl.float32)
     high = tl.zeros([HEADS, BLOCK_HALF], dtype=tl.float32)
@@ -306,14 +335,8 @@ def add_parts_rope_write_cache(
     low = value_low.to(tl.float32)
     high = value_high.to(tl.float32)
     if q_norm is not None:
-        scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * half) + eps)[:, None]
-        low *= scale
-        high *= scale
-        if q_norm.dtype.element_ty == q.dtype.element_ty:  # a wider weight multiplies what isn't rounded yet
-            low = low.to(q.dtype.element_ty).to(tl.float32)
-            high = high.to(q.dtype.element_ty).to(tl.float32)
-        low = (low * low_factor).to(q.dtype.element_ty).to(tl.float32)
-        high = (high * high_factor).to(q.dtype.element_ty).to(tl.float32)
+        norm_type: tl.constexpr = q_norm.dtype.element_ty
+        low, high = _normalise_heads(low, high, low_factor, high_factor, 2 * half, eps, norm_type, q.dtype.element_ty)
     rotated_low = (low * cos_low - high * sin_low).to(q.dtype.element_ty)
     rotated_high = (high * cos_high + low * sin_high).to(q.dtype.element_ty)
 
@@ -323,12 +346,10 @@ def add_parts_rope_write_cache(
     tl.store(place + second, rotated_high, mask=queries)
     keys = inside & is_rotated & (head >= heads)
     key = slot * cache_slot + (head - heads) * cache_head
-    tl.store(k_cache + key + first, as_cached(rotated_low, k_cache), mask=keys)
-    tl.store(k_cache + key + second, as_cached(rotated_high, k_cache), mask=keys)
+    _store_halves(k_cache, key, first, second, rotated_low, rotated_high, keys)
     values = inside & (head >= heads + kv_heads)
     value = slot * cache_slot + (head - heads - kv_heads) * cache_head
-    tl.store(v_cache + value + first, as_cached(value_low, v_cache), mask=values)
-    tl.store(v_cache + value + second, as_cached(value_high, v_cache), mask=values)
+    _store_halves(v_cache, value, first, second, value_low, value_high, values)
 
 
 @triton.jit(do_not_specialize=["moves"])

@@ -83,50 +83,57 @@ def _blamed(model: Model, expectation: Expectation, found: Tensor | None) -> str
     writer = cell.writer
     if found is None:
         return reader.verb if reader.verb in PROMISES else "Backend.on"
-    if _holds(cell.before, found) and writer is not None:  # the read found the memory before its last write
+    if _cell_equals(cell.before, found) and writer is not None:  # the read found the memory before its last write
         before = cell.before.writer if cell.before is not None else None
         if before is not None and before.actor != writer.actor:  # or the last write came too early and the previous one late
             return _edge(writer, before)
         return _edge(reader, writer)
-    while writer is not None and writer.effect is not None:
-        effect = writer.effect
-        if effect.source is None or effect.seen is None or effect.span is None or writer.verb == "Graph.replay":
-            return writer.verb
-        part = found[effect.to.view] if effect.target == expectation.key else None
-        if part is None or not len(part):
-            return writer.verb
-        older = effect.seen.before
-        while older is not None:
-            if _made(effect, older, part) and effect.seen.writer is not None:
-                return _edge(writer, effect.seen.writer)
-            older = older.before
-        later = _later(model, effect.source, effect.seen)
-        for newer in later:
-            if _made(effect, newer, part) and newer.writer is not None:
-                return _edge(newer.writer, writer)
-        before = effect.seen.writer
-        if before is None or before.effect is None or before.effect.source is None:
-            # The value is neither older nor newer: a later write came early and read this memory before this write; or the
-            # bytes are wrong, or belong to other memory.
-            for newer in later:
-                if newer.writer is not None and (label := _edge(newer.writer, writer)) in _WAITS:
-                    return label
-            return _edge(writer, before) if before is not None and before.verb == "Graph.replay" else writer.verb
+    if writer is None:
+        return "Stream"
+    effect = writer.effect
+    if effect is None or effect.source is None or effect.seen is None or effect.span is None or writer.verb == "Graph.replay":
+        return writer.verb
+    part = found[effect.to.view] if effect.target == expectation.key else None
+    if part is None or not len(part):
+        return writer.verb
+    return _blamed_for_copy(model, writer, effect, effect.source, effect.seen, part)
+
+
+def _blamed_for_copy(model: Model, writer: Node, effect: Effect, source: Key, seen: Cell, part: Tensor) -> str:
+    """Return the verb or edge to blame for the value ``part``, which ``writer`` copied from ``source`` while it should have
+    ``seen`` another value there.
+    """
+    older = seen.before
+    while older is not None:
+        if _is_result_of(effect, older, part) and seen.writer is not None:
+            return _edge(writer, seen.writer)
+        older = older.before
+    later = _later_cells(model, source, seen)
+    for newer in later:
+        if _is_result_of(effect, newer, part) and newer.writer is not None:
+            return _edge(newer.writer, writer)
+    before = seen.writer
+    if before is not None and before.effect is not None and before.effect.source is not None:
         return _edge(writer, before)
-    return "Stream" if writer is None else writer.verb
+    # The value is neither older nor newer: a later write came early and read this memory before this write; or the bytes are
+    # wrong, or belong to other memory.
+    for newer in later:
+        if newer.writer is not None and (label := _edge(newer.writer, writer)) in _WAITS:
+            return label
+    return _edge(writer, before) if before is not None and before.verb == "Graph.replay" else writer.verb
 
 
-def _holds(cell: Cell | None, found: Tensor) -> bool:
+def _cell_equals(cell: Cell | None, found: Tensor) -> bool:
     return cell is not None and cell.data is not None and torch.equal(lang.bits(cell.data), lang.bits(found))
 
 
-def _made(effect: Effect, cell: Cell, part: Tensor) -> bool:
+def _is_result_of(effect: Effect, cell: Cell, part: Tensor) -> bool:
     if cell.data is None or effect.span is None:
         return False
     return torch.equal(lang.bits(effect.make(cell.data[effect.span.view]).contiguous()), lang.bits(part.contiguous()))
 
 
-def _later(model: Model, key: Key, seen: Cell) -> list[Cell]:
+def _later_cells(model: Model, key: Key, seen: Cell) -> list[Cell]:
     cell: Cell | None = model.state.cells[key]
     found = []
     while cell is not None and cell is not seen and cell.data is not seen.data:

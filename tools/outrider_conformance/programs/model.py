@@ -375,7 +375,7 @@ class Model:
     _elsewhere = _scope
 
     def _together(self, step: lang.ThreadsStep, path: Path) -> None:
-        used = [_used(steps) for steps in (step.first, step.second)]
+        used = [_named_resources(steps) for steps in (step.first, step.second)]
         if used[0] & used[1] or ("device", 0) in used[0] | used[1]:
             raise ForbiddenStep("the two threads share something")
         state, home = self.state, self.state.host
@@ -444,7 +444,7 @@ class Model:
 _HANDLERS = lang.handlers(Model)
 
 
-def judge(program: DeviceProgram) -> Model:
+def run_on_model(program: DeviceProgram) -> Model:
     """Apply all steps of a program to a new model and return the model.
 
     Raises :class:`Unordered` or :class:`ForbiddenStep` for an invalid program.
@@ -482,7 +482,7 @@ def _accessed(graph: lang.CaptureStep) -> tuple[list[Key], list[Key]]:
     return reads, [("buffer", w.to.of) for w in graph.work]
 
 
-def _used(steps: Sequence[Step]) -> set[tuple[str, int]]:
+def _named_resources(steps: Sequence[Step]) -> set[tuple[str, int]]:
     """Return all resources that the steps name: streams, memory, events, graphs and flags."""
     found: set[tuple[str, int]] = set()
     for _, step in lang.walk(tuple(steps)):

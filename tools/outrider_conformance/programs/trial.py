@@ -26,12 +26,12 @@ from outrider_conformance.programs.execution import run
 from outrider_conformance.programs.explanation import broken_promise, report_text, script
 from outrider_conformance.programs.generator import Abilities, random_program
 from outrider_conformance.programs.language import DeviceProgram, Step
-from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, judge
+from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, run_on_model
 
 Steps = tuple[Step, ...]
 
 
-def shrink(
+def shrink_program(
     model: Model, fails: Callable[[Model], BaseException | None], seconds: float
 ) -> tuple[Model, BaseException | None]:
     """Return the smallest program found within ``seconds`` for which ``fails`` returns an error, and that error."""
@@ -43,7 +43,7 @@ def shrink(
         for steps in _smaller(best.program.steps):
             if time.monotonic() >= until:
                 break
-            smaller = _judged(replace(best.program, steps=steps))
+            smaller = _valid_model(replace(best.program, steps=steps))
             if smaller is None:
                 continue
             found = fails(smaller)
@@ -53,9 +53,9 @@ def shrink(
     return best, error
 
 
-def _judged(program: DeviceProgram) -> Model | None:
+def _valid_model(program: DeviceProgram) -> Model | None:
     try:
-        return judge(program)
+        return run_on_model(program)
     except (ForbiddenStep, Unordered):
         return None
 
@@ -72,11 +72,11 @@ def _smaller(steps: Steps) -> Iterator[Steps]:
             break
         size //= 2
     for index, step in enumerate(steps):
-        for less in _less(step):
+        for less in _smaller_replacements(step):
             yield (*steps[:index], *less, *steps[index + 1 :])
 
 
-def _less(step: Step) -> Iterator[Steps]:
+def _smaller_replacements(step: Step) -> Iterator[Steps]:
     if isinstance(step, lang.ScopeStep | lang.Elsewhere):
         yield step.steps
         for steps in _smaller(step.steps):
@@ -172,7 +172,7 @@ def try_programs(
     Raises :class:`ProgramFailed` for the first failing program, shrunk.
     """
     first = opened()
-    abilities, pace = Abilities.declared_by(first), _pace(first)
+    abilities, pace = Abilities.declared_by(first), _measured_delay(first)
     lab = Lab(first, pace)
     for number in range(count):
         if number and number % _PROGRAMS_PER_BACKEND == 0:
@@ -189,7 +189,7 @@ def try_programs(
     return count
 
 
-def _pace(backend: Backend) -> StreamDelay:
+def _measured_delay(backend: Backend) -> StreamDelay:
     """Return a stream delay of twice the host time of a few operations, which depends on the load of the host."""
     stream = backend.create_stream("pace")
     with backend.on(stream):
@@ -221,7 +221,7 @@ def _explain(
                 return found
         return None
 
-    smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
+    smallest, found = shrink_program(model, fails, SECONDS_TO_SHRINK)
     alive()
     try:  # run once more to find the smallest schedule
         try_program(Lab(opened(), pace), smallest, number)
@@ -233,12 +233,12 @@ def _explain(
 
 def main(program: DeviceProgram) -> None:
     """Run ``program`` on the backend that the command line names. The exit code is 1 if a run fails."""
-    parser = argparse.ArgumentParser(description="One program over the interface, judged by the model of its contract.")
+    parser = argparse.ArgumentParser(description="One program over the interface, checked by the model of its contract.")
     parser.add_argument("--backend", required=True, help="as `outrider backends` lists them")
     parser.add_argument("--times", type=int, default=20, help="how often, where time decides")
     options = parser.parse_args()
     registry = Registry()
-    model, pace = judge(program), StreamDelay(target_ms=1.0)
+    model, pace = run_on_model(program), StreamDelay(target_ms=1.0)
 
     def opened() -> Backend:
         return registry.create(registry.select(options.backend))

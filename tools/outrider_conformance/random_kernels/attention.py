@@ -103,7 +103,7 @@ def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: st
         pair = (dice.normal(total, kv_heads, size, dtype=dtype), dice.normal(total, kv_heads, size, dtype=dtype))
         pair[0][total - 1] *= 2
         pair[1][0] += 3  # a kernel that skips a block is far off
-        kept.append([_kept(part, cache) for part in pair])
+        kept.append([_as_stored(part, cache) for part in pair])
         for pages_of, part in zip(caches, kept[-1], strict=True):
             slot = torch.arange(total)
             pages_of[torch.tensor(mine)[slot // page], slot % page] = part.to(dtype)
@@ -113,8 +113,8 @@ def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: st
     starts = torch.tensor([sum(new[:row]) for row in range(batch + 1)], dtype=torch.int32)
     operands = {
         "q": Operand(q, "wide"),  # a part of the heads of one product
-        "k_cache": Operand(_kept(caches[0], cache)),
-        "v_cache": Operand(_kept(caches[1], cache)),
+        "k_cache": Operand(_as_stored(caches[0], cache)),
+        "v_cache": Operand(_as_stored(caches[1], cache)),
         "query_start": Operand(starts),
         "seq_lens": Operand(torch.tensor([n + c for n, c in zip(new, before, strict=True)], dtype=torch.int32)),
         "block_table": Operand(table),
@@ -210,7 +210,7 @@ def _weights(sequence: SequenceOperands, window: int, scale: float, dtype: torch
     return weights, torch.expm1(worst + mean) + bounds.UNIT[dtype]
 
 
-def _kept(x: Tensor, cache: str | None) -> Tensor:
+def _as_stored(x: Tensor, cache: str | None) -> Tensor:
     """Return ``x`` as a cache of the given format stores it; without a format, ``x`` itself."""
     return x if cache is None else x.to(CACHE_FORMATS[cache])
 
@@ -233,7 +233,7 @@ def rotary_operands(
         pages_of[:, -1] = torch.nan  # the write must not change other slots
     made = {"cos": angle.cos(), "sin": angle.sin()}
     operands = {name: Operand(value.repeat(1, 2).to(dtype), "wide") for name, value in made.items()}
-    keys, values = (_kept(each, cache) for each in caches)
+    keys, values = (_as_stored(each, cache) for each in caches)
     operands |= {"k_cache": Operand(keys), "v_cache": Operand(values), "slots": Operand(slots)}
     return operands, real
 
@@ -318,7 +318,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     moves = shape["moves"]
     pages = moves // page + 3 + (MANY // page if shape.get("far") else 0)
     kv_heads = 1 if shape.get("far") else 2
-    caches = [_kept(dice.normal(pages, page, kv_heads, size, dtype=dtype), cache) for _ in range(2)]
+    caches = [_as_stored(dice.normal(pages, page, kv_heads, size, dtype=dtype), cache) for _ in range(2)]
     sources = dice.integers(page, pages * page, moves)
     destinations = dice.permutation((pages - 1) * page)[:moves] + page
     half = moves // 2

@@ -95,7 +95,7 @@ class _ProblemOperands:
 
         exact = results_of({name: _wide(one.tensor) for name, one in self.made.items()})
         rounded = results_of({name: one.tensor.clone() for name, one in self.made.items()})
-        near = partial(_near, dtype=self.dtype, narrow=cache is not None)
+        near = partial(_number_near, dtype=self.dtype, narrow=cache is not None)
         return Problem(self.made, call, {name: near(made, rounded[name]) for name, made in exact.items()})
 
 
@@ -103,7 +103,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.float64 if x.is_floating_point() and x.dtype.itemsize > 1 else x.dtype, copy=True)
 
 
-def _near(made: Tensor, rounded: Tensor, dtype: torch.dtype, *, narrow: bool) -> bounds.Number:
+def _number_near(made: Tensor, rounded: Tensor, dtype: torch.dtype, *, narrow: bool) -> bounds.Number:
     value, tolerance = made.double(), _TOLERANCE[dtype]
     own = (rounded.double() - value).nan_to_num().abs().amax()
     if narrow:
@@ -340,13 +340,13 @@ _RECURRENT = {"batch": between(1, 4), "new": between(1, 5), "hidden": among(24, 
 _RECURRENTS = ({"batch": 3, "new": 4, "hidden": 40}, {"batch": 1, "new": 1, "hidden": 24})
 
 
-def _without(name: str, corners: tuple[Shape, ...]) -> tuple[Shape, ...]:
+def _without_key(name: str, corners: tuple[Shape, ...]) -> tuple[Shape, ...]:
     return tuple({key: each for key, each in corner.items() if key != name} for corner in corners)
 
 
 _Make = Callable[..., Problem]
 _KINDS: tuple[tuple[str, _Make, Mapping[str, Dimension], tuple[Shape, ...], tuple[str | None, ...]], ...] = (
-    ("attention_block", _attention_block, _ATTENTION, _without("tokens", _ATTENTIONS), (None, *CACHE_FORMATS)),
+    ("attention_block", _attention_block, _ATTENTION, _without_key("tokens", _ATTENTIONS), (None, *CACHE_FORMATS)),
     ("mlp_block", _mlp_block, _MLP, _MLPS, (None,)),
     ("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, (None,)),
 )

@@ -141,7 +141,7 @@ def _find(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 def _checked(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     """Return random floating rows, some with NaN, as operands of the check for NaN."""
     source = _spoil(dice.normal(shape["batch"] + 3, 2, shape["width"], dtype=dtype), dice)
-    return _looked(source, None, shape, dice)
+    return _checked_gather(source, None, shape, dice)
 
 
 def _checked_tokens(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
@@ -153,10 +153,10 @@ def _checked_tokens(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pro
         if bad is not None:
             source[row, dice.integers(0, source.shape[1], 2)] = bad
     source[0, -1] = high
-    return _looked(source, (low, high), shape, dice)
+    return _checked_gather(source, (low, high), shape, dice)
 
 
-def _looked(source: Tensor, limits: tuple[int, int] | None, shape: Shape, dice: RandomValues) -> Problem:
+def _checked_gather(source: Tensor, limits: tuple[int, int] | None, shape: Shape, dice: RandomValues) -> Problem:
     rows = dice.integers(0, source.shape[0], shape["batch"]) if shape["flag"] else None
     value = source if rows is None else source[rows]
     flat = value.reshape(value.shape[0], -1)

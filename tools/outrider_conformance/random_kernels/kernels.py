@@ -40,7 +40,7 @@ _PENDING_CALLS = 48
 """Calls of a kernel on each of two streams; few of a call's operations meet those of a call on the other stream."""
 
 
-def judge(
+def check_problem(
     lab: Lab,
     stream: Stream,
     problem: Problem,
@@ -67,10 +67,10 @@ def judge(
         if again:
             problem.call(kernels, {name: one.view for name, one in other.items()})
     stream.synchronize()
-    _judge(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
+    _check_results(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
 
 
-def judge_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> None:
+def check_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> None:
     """Capture the call of ``problem`` with other values, replay it with the problem's values, and check the results."""
     backend = lab.backend
     inputs = {each: placed.view for each, placed in _place(lab, stream, _disturbed(problem)).items()}
@@ -94,7 +94,7 @@ def judge_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> Non
     check_results(problem, {each: output.cpu() for each, output in outputs.items()})
 
 
-def judge_dtypes(lab: Lab, stream: Stream, problem: Problem) -> None:
+def check_dtypes(lab: Lab, stream: Stream, problem: Problem) -> None:
     """Run ``problem`` on ``stream``, and check that each result has the dtype of the reference's."""
     right = problem.call(KernelSet(), {name: operand.tensor.clone() for name, operand in problem.operands.items()})
     operands = lab.upload(stream, {name: operand.tensor for name, operand in problem.operands.items()})
@@ -105,7 +105,7 @@ def judge_dtypes(lab: Lab, stream: Stream, problem: Problem) -> None:
         assert made[name].dtype is result.dtype, f"{name!r} has the dtype {made[name].dtype}, expected {result.dtype}"
 
 
-def judge_beside(lab: Lab, problem: Problem) -> None:
+def check_concurrent_calls(lab: Lab, problem: Problem) -> None:
     """Run ``problem`` on one stream while another stream runs it with other values, and check the results of the first.
 
     Both streams have many calls pending before the first one runs, so that the calls overlap.
@@ -141,11 +141,11 @@ def _results(problem: Problem, kernels: KernelSet, operands: Mapping[str, Tensor
     return {name: operands[name] for name in problem.changed} | dict(made)
 
 
-def judge_with(kernels: KernelSet, problem: Problem, device: torch.device = _HOST) -> None:
+def check_kernels(kernels: KernelSet, problem: Problem, device: torch.device = _HOST) -> None:
     """Run and check ``problem`` with ``kernels`` on ``device``, without a backend."""
     placed = {name: PlacedOperand(operand, device) for name, operand in problem.operands.items()}
     made = problem.call(kernels, {name: one.view for name, one in placed.items()})
-    _judge(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
+    _check_results(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
 
 
 def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[str, PlacedOperand]:
@@ -169,7 +169,7 @@ def _halved(x: Tensor, dimensions: tuple[int, ...]) -> Tensor:
     return (x.double().flip(tuple({each % x.dim() for each in dimensions})) * 0.5).to(x.dtype)
 
 
-def _judge(problem: Problem, placed: Mapping[str, PlacedOperand], made: dict[str, Tensor]) -> None:
+def _check_results(problem: Problem, placed: Mapping[str, PlacedOperand], made: dict[str, Tensor]) -> None:
     for name, one in placed.items():
         now, kept = one.read_back()
         assert kept, f"memory beside the operand {name!r} was written"
@@ -197,8 +197,8 @@ def check_results(problem: Problem, made: Mapping[str, Tensor]) -> None:
                 f"{name!r}: {int(wrong.sum())} of {wrong.numel()} differ; at {list(at)} found {found[at].item()}, "
                 f"expected {wanted[at].item()}"
             )
-    if problem.judge is not None:
-        problem.judge(made)
+    if problem.check is not None:
+        problem.check(made)
 
 
 KERNELS: Mapping[str, KernelProblems] = MappingProxyType(

@@ -27,7 +27,7 @@ _FEW_TOKENS = 100
 Mapped = Mapping[str, Tensor]
 
 
-def _given(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Tensor:
+def _random_logits(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Tensor:
     logits = dice.normal(shape["batch"], shape["nodes"], shape["vocabulary"], dtype=torch.float32, scale=3.0)
     logits[..., -1] += 4
     logits[:, ::2, 0] = -torch.inf
@@ -35,7 +35,7 @@ def _given(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Tensor:
 
 
 def _bias(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    logits, entries = _given(shape, dtype, dice), shape["entries"]
+    logits, entries = _random_logits(shape, dtype, dice), shape["entries"]
     batch, nodes, vocabulary = logits.shape
     positions = dice.indices(MANY + 5000, batch, 1) + torch.arange(nodes)
     count = dice.integers(0, entries + 1, batch)
@@ -69,7 +69,7 @@ def _bias(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _bitmask(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    logits = _given(shape, dtype, dice)
+    logits = _random_logits(shape, dtype, dice)
     batch, nodes, vocabulary = logits.shape
     allowed = dice.uniform(batch, nodes, vocabulary) < 0.5
     allowed[..., -1] = True
@@ -84,7 +84,7 @@ def _bitmask(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _penalties(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    logits = _given(shape, dtype, dice)
+    logits = _random_logits(shape, dtype, dice)
     batch, nodes, vocabulary = logits.shape
     tokens = dice.integers(0, vocabulary, batch, nodes)
     tokens[:, -1] = vocabulary - 1
@@ -159,7 +159,7 @@ def _count(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _truncate(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    logits = _given(shape, dtype, dice)
+    logits = _random_logits(shape, dtype, dice)
     batch, _, vocabulary = logits.shape
     temperature = torch.tensor([0.0, 0.3, 0.8, 1.0, 2.0])[dice.integers(0, 5, batch)]
     limits = torch.tensor([0, 1, 2, 5, 65, 257, 1025, vocabulary - 1, vocabulary, vocabulary + 9])
@@ -180,17 +180,17 @@ def _truncate(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         "min_p": Operand(min_p),
     }
 
-    def judge(made: Mapped) -> None:
+    def check(made: Mapped) -> None:
         out = made["out"]
         for row in range(batch):
             limits = (float(temperature[row]), int(top_k[row]), float(top_p[row]), float(min_p[row]))
             for node in range(logits.shape[1]):
-                judge_truncated(out[row, node], logits[row, node], *limits, f"row {row}, node {node}, {limits}")
+                check_truncated(out[row, node], logits[row, node], *limits, f"row {row}, node {node}, {limits}")
 
-    return Problem(operands, kernel_call("truncate_logits", *operands), {}, judge)
+    return Problem(operands, kernel_call("truncate_logits", *operands), {}, check)
 
 
-def judge_truncated(
+def check_truncated(
     found: Tensor, logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, what: str
 ) -> None:
     """Fail unless the row ``found`` [V] is allowed for ``logits`` [V] by the docstring of `truncate_logits`, in float64.
@@ -230,7 +230,7 @@ def judge_truncated(
 
 
 def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    logits = _given(shape, dtype, dice)
+    logits = _random_logits(shape, dtype, dice)
     batch, nodes, vocabulary = logits.shape
     logits[-1, 0, 2:] = -torch.inf  # two tokens that aren't excluded, or one
     logits[:, :, 5:8] = logits[:, :, 5:6]  # equals
@@ -246,7 +246,7 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     error = error + bounds.growth(vocabulary, unit)
     operands = {"logits": Operand(logits, _LAYOUTS[shape["layout"]]), "tokens": Operand(tokens)}
 
-    def judge(made: Mapped) -> None:
+    def check(made: Mapped) -> None:
         values, ids = made["values"], made["ids"]
         shapes = (tuple(values.shape), tuple(ids.shape))
         assert shapes == ((batch, nodes, 1 + count), (batch, nodes, count)), f"shapes {shapes}"
@@ -272,7 +272,7 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         assert (values[..., 1:-1] >= values[..., 2:]).all(), "the likeliest tokens aren't in order"
 
     call = kernel_call("logprobs", "logits", "tokens", count, results=("values", "ids"))
-    return Problem(operands, call, {}, judge)
+    return Problem(operands, call, {}, check)
 
 
 _FLAG = between(0, 1)
@@ -289,15 +289,15 @@ _ALL = (_SMALL, _WIDE, _TALL)
 _ENTRIES = among(1, 4, 7)
 
 
-def _with(**more: int) -> list[dict[str, int]]:
+def _corners_with(**more: int) -> list[dict[str, int]]:
     return [{**corner, **more} for corner in _ALL]
 
 
 LOGITS = (
     KernelProblems("apply_token_bitmask", _bitmask, _SHAPE, _ALL),
-    KernelProblems("bias_logits", _bias, {**_SHAPE, "entries": _ENTRIES}, _with(entries=7)),
-    KernelProblems("penalize_logits", _penalties, {**_SHAPE, "tree": _FLAG}, [*_with(tree=0), {**_SMALL, "tree": 1}]),
+    KernelProblems("bias_logits", _bias, {**_SHAPE, "entries": _ENTRIES}, _corners_with(entries=7)),
+    KernelProblems("penalize_logits", _penalties, {**_SHAPE, "tree": _FLAG}, [*_corners_with(tree=0), {**_SMALL, "tree": 1}]),
     KernelProblems("count_tokens", _count, _SHAPE, _ALL, choices=True),
     KernelProblems("truncate_logits", _truncate, _SHAPE, _ALL),
-    KernelProblems("logprobs", _logprobs, {**_SHAPE, "entries": _ENTRIES}, _with(entries=4)),
+    KernelProblems("logprobs", _logprobs, {**_SHAPE, "entries": _ENTRIES}, _corners_with(entries=4)),
 )

@@ -105,7 +105,7 @@ class Problem:
     """Call the kernel, and return its results by name."""
     wanted: Mapping[str, Wanted]
     """Right results by name, and right contents of each written operand. Integers are compared for equality."""
-    judge: Callable[[Mapping[str, Tensor]], None] | None = None
+    check: Callable[[Mapping[str, Tensor]], None] | None = None
     """The check of results of which several are right; None if there is one right result."""
 
     @property

@@ -62,7 +62,7 @@ def _committed(shape: Shape, count: int, dice: RandomValues) -> int:
     return int(dice.integers(1, count + 1, 1)) if shape["partial_commit"] else count
 
 
-def _near(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
+def _with_error(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
     """Return ``value`` with the error of ``steps`` tokens, relative to its largest magnitude."""
     error = torch.full_like(value, _ROUNDINGS * steps * bounds.wide(dtype) * (1.0 + float(value.abs().max())))
     return bounds.Number(value, error)
@@ -97,7 +97,7 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
         out = kernels.short_convolution(o["x"], o["weight"], o["state"], _batch(o, shape["new"]), committed)
         return {"out": out[:real]}
 
-    unit = bounds.rounded(_near(made[:real], kernel, dtype), dtype, 2.0)
+    unit = bounds.rounded(_with_error(made[:real], kernel, dtype), dtype, 2.0)
     return Problem(operands, call, {"out": unit, "state": state if shape["uncommitted"] else after})
 
 
@@ -171,8 +171,8 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
         errors = [torch.full_like(each, factor * (1.0 + float(each.abs().max()))) for each in (made[:real], after)]
         out = bounds.rounded(bounds.Number(made[:real], errors[0]), dtype)
         return Problem(operands, call, {"out": out, "state": bounds.Number(after, errors[1])})
-    wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.rounded(_near(made[defined], steps, dtype), dtype)}
-    wanted["state"] = _near(after, steps, dtype) if writes else operands["state"].tensor
+    wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.rounded(_with_error(made[defined], steps, dtype), dtype)}
+    wanted["state"] = _with_error(after, steps, dtype) if writes else operands["state"].tensor
     return Problem(operands, call, wanted)
 
 

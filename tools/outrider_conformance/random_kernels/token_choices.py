@@ -129,12 +129,12 @@ def _chain(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     if sampling:
         operands["draft_probs"] = Operand(probs)
 
-    def judge(made: Mapped) -> None:
-        _judge_chain(made, logits, drafts, probs if sampling else None, temperature, seeds, positions)
+    def check(made: Mapped) -> None:
+        _check_chain(made, logits, drafts, probs if sampling else None, temperature, seeds, positions)
 
     names = ("logits", "draft_tokens", "draft_probs", "temperature", "seeds", "positions")
     call = kernel_call("verify_chain", *names, results=("tokens", "accepted"))
-    return Problem(operands, call, {}, judge)
+    return Problem(operands, call, {}, check)
 
 
 def _checked(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
@@ -159,18 +159,18 @@ def _checked(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         "found": Operand(torch.zeros(batch, 2, dtype=torch.int64), "wide"),
     }
 
-    def judge(made: Mapped) -> None:
+    def check(made: Mapped) -> None:
         tokens = made["tokens"]
         assert ((tokens >= -1) & (tokens < vocabulary)).all(), f"a token outside of the vocabulary: {tokens.tolist()}"
         sound = {name: made[name][clean] for name in ("tokens", "accepted")}
         given = (x[clean] for x in (temperature, seeds, positions))
-        _judge_chain(sound, logits[clean], drafts[clean], None, *given)
+        _check_chain(sound, logits[clean], drafts[clean], None, *given)
 
     call = kernel_call("verify_checked", *operands, results=("tokens", "accepted"))
-    return Problem(operands, call, {"found": torch.stack((first, torch.full_like(first, -1)), dim=1)}, judge)
+    return Problem(operands, call, {"found": torch.stack((first, torch.full_like(first, -1)), dim=1)}, check)
 
 
-def _judge_chain(
+def _check_chain(
     made: Mapped,
     logits: Tensor,
     drafts: Tensor,
@@ -196,12 +196,12 @@ def _judge_chain(
         target = torch.softmax(logits.double() / torch.where(hot, temperature, 1.0).double().view(-1, 1, 1), dim=-1)
         p, q = (x[:, :count].gather(2, drafts.unsqueeze(-1)).squeeze(-1) for x in (target, probs.double()))
         coin = noise.uniforms(seed, where, noise.ACCEPT, 1).squeeze(-1)[:, :count]
-        margin = _off(p, logits[:, :count], temperature) + 4 * _UNIT * q
+        margin = _probability_error(p, logits[:, :count], temperature) + 4 * _UNIT * q
         surely = torch.where(hot.unsqueeze(1), coin * q < p - margin, surely)
         refused = torch.where(hot.unsqueeze(1), coin * q >= p + margin, refused)
         draft = torch.cat((probs.double(), torch.zeros(batch, 1, vocabulary)), dim=1)
         left = (target - draft).clamp(min=0)
-        loose = _off(target, logits, temperature) + _UNIT * draft
+        loose = _probability_error(target, logits, temperature) + _UNIT * draft
         drawn = noise.gumbel(seed, where, noise.RESIDUAL, vocabulary)
         slack = 8 * _UNIT * (drawn.abs() + left.log().abs().nan_to_num(0.0, posinf=0.0) + 1)
         most = (left + loose).log() + drawn + slack
@@ -222,7 +222,7 @@ def _judge_chain(
     _check(right[rows, accepted], tokens[rows, accepted], "the token after the accepted drafts")
 
 
-def _off(p: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
+def _probability_error(p: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
     """Return the error bound of a softmax probability: the rounding of its exponent and of the sum."""
     scale = torch.where(temperature > 0, temperature, 1.0).double()
     largest = logits.double().nan_to_num(0.0, neginf=0.0).abs().amax(-1) / scale.view(-1, *[1] * (logits.dim() - 2))
@@ -262,14 +262,14 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         **_row_operands(temperature, seeds, positions),
     }
 
-    def judge(made: Mapped) -> None:
+    def check(made: Mapped) -> None:
         for row in range(batch):
             found = {name: tensor[row].tolist() for name, tensor in made.items()}
             _walk(found, right[row], tokens[row].tolist(), parents[row].tolist(), depth, f"row {row}")
 
     results = ("tokens", "path", "accepted")
     call = kernel_call("verify_tree", *operands, results=results, depth=depth, sampling=sampling)
-    return Problem(operands, call, {}, judge)
+    return Problem(operands, call, {}, check)
 
 
 def _walk(

@@ -225,8 +225,8 @@ def fused_norm(rank: RankHandle, dtype: str, shapes: list[list[int]]) -> list[fl
                     expected = reference.add_rms_norm(y, wanted, weight, 1e-6)
                 stream.synchronize()
                 where = f"{dtype} [{rows}, {width}], call {turn}, one of {ways}"
-                _near(residual, wanted, kind, f"the residual of {where}")
-                _near(normed, expected, kind, f"the norm of {where}")
+                _assert_close(residual, wanted, kind, f"the residual of {where}")
+                _assert_close(normed, expected, kind, f"the norm of {where}")
                 with backend.on(stream):
                     wanted.copy_(residual)
             found += normed.cpu().double().flatten().tolist()
@@ -235,7 +235,7 @@ def fused_norm(rank: RankHandle, dtype: str, shapes: list[list[int]]) -> list[fl
     return found
 
 
-def _near(found: Tensor, wanted: Tensor, kind: torch.dtype, what: str) -> None:
+def _assert_close(found: Tensor, wanted: Tensor, kind: torch.dtype, what: str) -> None:
     scale = 16 * torch.finfo(kind).eps
     torch.testing.assert_close(
         found.cpu().double(), wanted.cpu().double(), rtol=scale, atol=scale, msg=lambda text: f"{what}: {text}"

@@ -130,7 +130,7 @@ def mark_of(item: pytest.Item, name: str) -> tuple[object, ...]:
     return tuple(marker.args) if marker is not None else ()
 
 
-def judge(
+def set_verdict(
     item: pytest.Item,
     call: pytest.CallInfo[None],
     report: pytest.TestReport,

@@ -294,20 +294,20 @@ def test_any_thread_may_query(lab: Lab) -> None:
         not_applicable("threads of the host are taken in turn by the tool that decides the schedule")
     stream, x = lab.one_stream()
 
-    def asked() -> bool:
+    def query_on_new_thread() -> bool:
         answers: list[bool] = []
         call_on_new_thread(lambda: answers.append(stream.query()))
         return answers[0]
 
     def is_pending() -> bool:
         lab.fill_late(stream, x, 1)
-        return not asked()
+        return not query_on_new_thread()
 
     lab.check_in_some_order(
         observing(is_pending), "a stream with pending work is always empty for a thread that enqueued none of it"
     )
     stream.synchronize()
-    assert asked(), "a stream that is synchronised isn't empty for another thread"
+    assert query_on_new_thread(), "a stream that is synchronised isn't empty for another thread"
 
 
 @promise("Backend.on", "Place the calling thread's torch work on ``stream``")

@@ -172,10 +172,10 @@ def test_an_overridden_kernel_computes_something_itself(observed: ObservedKernel
 
     Calls come from engines in each declared mode and from the kit's random operands.
     """
-    judged = observed.overriding_layer(kernel)
-    if judged is None:
+    overriding = observed.overriding_layer(kernel)
+    if overriding is None:
         not_applicable("the kernel set doesn't override it")
-    name, unused = judged
+    name, unused = overriding
     own, left = observed.count(kernel, own=True), observed.count(kernel, own=False)
     if unused:
         expect(own, 0, f"calls of {kernel} that {name!r} computed, though it says that it never does ({unused})")
@@ -191,8 +191,8 @@ def test_an_overridden_kernel_computes_something_itself(observed: ObservedKernel
 @pytest.mark.parametrize("use", USES)
 def test_own_attention_serves_the_engine(observed: ObservedKernels, use: str) -> None:
     """Attention of the backend answers prefill, draft, decode, verification and draft-extend."""
-    judged = observed.overriding_layer("paged_attention")
-    if judged is None or judged[1]:
+    overriding = observed.overriding_layer("paged_attention")
+    if overriding is None or overriding[1]:
         not_applicable("attention is the reference's")
     own, left = (
         observed.calls.count("paged_attention", own=True, use=use),

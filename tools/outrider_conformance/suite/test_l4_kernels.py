@@ -24,11 +24,11 @@ from outrider_conformance.promises import first_sentence, needs, promise
 from outrider_conformance.random_kernels.bounds import Number, compare
 from outrider_conformance.random_kernels.kernels import (
     KERNELS,
+    check_concurrent_calls,
+    check_dtypes,
+    check_in_graph,
+    check_problem,
     corners,
-    judge,
-    judge_beside,
-    judge_dtypes,
-    judge_in_graph,
     problem,
 )
 from outrider_conformance.random_kernels.paged_batch import (
@@ -98,7 +98,7 @@ def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: KernelProblems, dtype
     (stream,) = lab.streams("s")
     for number, (shape, made) in enumerate(corners(drawn, dtype, lab.seed)):
         with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
-            judge(lab, stream, made, again=True, slow=not number)
+            check_problem(lab, stream, made, again=True, slow=not number)
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -111,7 +111,7 @@ def test_a_kernel_returns_the_dtypes_of_the_reference(lab: Lab, drawn: KernelPro
     _applies(lab, drawn, dtypes[0])
     for dtype in dtypes:
         with _check_of(drawn, f"in {dtype}"):
-            judge_dtypes(lab, stream, problem(drawn, smallest_shape(drawn.corners), dtype, lab.seed))
+            check_dtypes(lab, stream, problem(drawn, smallest_shape(drawn.corners), dtype, lab.seed))
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -130,7 +130,7 @@ def test_a_kernel_is_right_at_boundaries(lab: Lab, drawn: KernelProblems, dtype:
         shapes = shapes[part % _SHARES :: max(_SHARES, lab.draws // lab.draws_in(dtype))]
     for shape in shapes:
         with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
-            judge(lab, stream, problem(drawn, shape, dtype, lab.seed))
+            check_problem(lab, stream, problem(drawn, shape, dtype, lab.seed))
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -168,7 +168,7 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
     @hypothesis.given(st.fixed_dictionaries(dimensions), st.integers(0, 1 << 30))
     def check(shape: Shape, seed: int) -> None:
         with _check_of(drawn, f"in {dtype} of {dict(shape)}, seed {seed}"):
-            judge(lab, stream, problem(drawn, shape, dtype, seed))
+            check_problem(lab, stream, problem(drawn, shape, dtype, seed))
 
     check()
 
@@ -183,7 +183,7 @@ def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelPro
         not_applicable("none of these kernels is compiled when it's first used")
     (stream,) = lab.streams("s")
     with _check_of(drawn, "while every variant is run"):
-        judge(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), scope=scope)
+        check_problem(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), scope=scope)
 
 
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
@@ -193,7 +193,7 @@ def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
     _applies(lab, drawn, torch.float32)
     (stream,) = lab.streams("s")
     with refusals_left_out(lab.backend.capabilities), _check_of(drawn, "in a graph"):
-        judge_in_graph(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), drawn.kernel)
+        check_in_graph(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), drawn.kernel)
 
 
 @needs("concurrent_streams")
@@ -203,7 +203,7 @@ def test_a_kernel_is_right_beside_its_calls_on_another_stream(lab: Lab, drawn: K
     """Calls on one stream are right while calls with other values run on another: no memory of a kernel serves both."""
     _applies(lab, drawn, torch.float32)
     with _check_of(drawn, "beside calls on another stream"):
-        judge_beside(lab, problem(drawn, smallest_shape(drawn.corners), torch.float32, lab.seed))
+        check_concurrent_calls(lab, problem(drawn, smallest_shape(drawn.corners), torch.float32, lab.seed))
 
 
 @promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")
@@ -225,7 +225,9 @@ def test_rows_do_not_influence_each_other(lab: Lab) -> None:
 def test_padding_is_finite(lab: Lab) -> None:
     """Rows of padding are finite, since following kernels add and normalise them."""
     (stream,) = lab.streams("s")
-    judge(lab, stream, problem(KERNELS["paged_attention"], {**_BATCH, "new": 5, "padding": 3}, torch.float32, lab.seed))
+    check_problem(
+        lab, stream, problem(KERNELS["paged_attention"], {**_BATCH, "new": 5, "padding": 3}, torch.float32, lab.seed)
+    )
 
 
 @promise("KernelSet", "*Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.")

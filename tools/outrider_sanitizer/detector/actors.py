@@ -235,7 +235,7 @@ class Lanes:
         alive = []
         for thread, actor in self._threads:
             found = thread()
-            if not _lives(found):
+            if not _is_alive(found):
                 self._free_numbers.append((actor.number, actor.clock.get(actor.number, 0)))
             else:
                 alive.append((thread, actor))
@@ -254,7 +254,7 @@ class Lanes:
         """Return a clock that every future operation comes after: the minimum of all live host threads' clocks."""
         if self._held:
             return NOTHING  # held steps were enqueued with an older clock
-        clocks = [actor.clock for thread, actor in self._threads if _lives(thread())]
+        clocks = [actor.clock for thread, actor in self._threads if _is_alive(thread())]
         if len(clocks) == 1:
             return clocks[0]
         first, *others = clocks or [NOTHING]
@@ -433,5 +433,5 @@ def _current() -> threading.Thread:
     return next((thread for thread in list(starting) if thread.ident == own), None) or threading.current_thread()
 
 
-def _lives(thread: threading.Thread | None) -> bool:
+def _is_alive(thread: threading.Thread | None) -> bool:
     return thread is not None and THREAD_IS_ALIVE(thread)

@@ -75,7 +75,7 @@ class Diagnoser:
             first=self.site(before, was),
             second=self.site(point),
             missing=(
-                f"keep the tensor alive until an event recorded on {before.actor.name!r} after {_brief(before)} has "
+                f"keep the tensor alive until an event recorded on {before.actor.name!r} after {_site(before)} has "
                 f"completed (Backend.keep_alive), or make {point.actor.name!r} wait for that event before the memory is freed"
             ),
             memory=f"{shadow.described}; it was freed{when} before that was ordered",
@@ -138,11 +138,11 @@ class Diagnoser:
     def edge(self, first: Point, second: Point) -> str:
         """Return the advice, as text, which edge would order ``first`` before ``second``."""
         one, two = first.actor, second.actor
-        after, before = _moment(first), _moment(second)
+        after, before = _site_and_replay(first), _site_and_replay(second)
         if first.replay is not None and first.replay is second.replay:
             return (
-                f"inside graph {first.replay.graph!r}: record an event on {one.name!r} after {_brief(first)} and make "
-                f"{two.name!r} wait for it before {_brief(second)}"
+                f"inside graph {first.replay.graph!r}: record an event on {one.name!r} after {_site(first)} and make "
+                f"{two.name!r} wait for it before {_site(second)}"
             )
         launcher = _unordered_launcher(first, second)
         if one.host or launcher is not None:
@@ -160,22 +160,22 @@ class Diagnoser:
         launcher = _unordered_launcher(first, second)
         if launcher is not None:
             parts.append(
-                f"waits cover {_brief(first)} in some schedules alone: {launcher.name} launched it, and nothing orders that "
-                f"before {_brief(second)}"
+                f"waits cover {_site(first)} in some schedules alone: {launcher.name} launched it, and nothing orders that "
+                f"before {_site(second)}"
             )
         elif isinstance(second.actor, Lane) and not first.actor.host:
             edge = second.actor.edges.get(first.number)
             if edge is None and second.clock.get(first.number, 0):
                 parts.append(
                     f"what {second.actor.name!r} knows of {first.actor.name!r} came through the host, which last waited for "
-                    f"{first.actor.name!r} before {_brief(first)}"
+                    f"{first.actor.name!r} before {_site(first)}"
                 )
             elif edge is None:
                 parts.append(f"{second.actor.name!r} has never waited for {first.actor.name!r}")
             else:
                 parts.append(
                     f"{second.actor.name!r} last learnt of {first.actor.name!r} by waiting for generation "
-                    f"{edge.generation} of event {edge.event!r} at {edge.location}, which was recorded before {_brief(first)}"
+                    f"{edge.generation} of event {edge.event!r} at {edge.location}, which was recorded before {_site(first)}"
                 )
         parts += [
             f"{point.name} is a kernel of its own, on the stream of the scope it's written in ({point.actor.name!r})"
@@ -221,12 +221,12 @@ def _on_main(point: Point) -> bool:
     return isinstance(point.actor, Actor) and " in graph " not in point.actor.name
 
 
-def _brief(point: Point) -> str:
+def _site(point: Point) -> str:
     return f"{point.name} ({point.location})" if point.location else point.name
 
 
-def _moment(point: Point) -> str:
+def _site_and_replay(point: Point) -> str:
     if point.replay is None:
-        return _brief(point)
+        return _site(point)
     where = f" ({point.replay.location})" if point.replay.location else ""
     return f"replay {point.replay.generation} of graph {point.replay.graph!r}{where}"

@@ -195,7 +195,7 @@ class IntervalMap:
         if access.shape is None and not access.by_rows:
             self._dense(access.start, access.end, record, sink, late)
             if self.holed:
-                self._meet(point, access, sink, late)
+                self._check_holes(point, access, sink, late)
             return
         parts = None
         if not access.by_rows:
@@ -207,11 +207,11 @@ class IntervalMap:
         for start, end in parts:
             self._dense(start, end, record, sink, late)
         if self.holed:
-            self._meet(point, access, sink, late)
+            self._check_holes(point, access, sink, late)
 
     def expire(self, start: int, end: int, over: Over) -> None:
         """Mark the contents of the bytes [start, end) as stale, for the reason in ``over``."""
-        first, last = self._cut(start, end)
+        first, last = self._split_at(start, end)
         for interval in self.intervals[first:last]:
             interval.over = over
 
@@ -256,7 +256,7 @@ class IntervalMap:
         intervals = self.intervals
         return bisect_right(intervals, offset, key=_start) - 1 if len(intervals) > 1 else 0
 
-    def _cut(self, start: int, end: int) -> tuple[int, int]:
+    def _split_at(self, start: int, end: int) -> tuple[int, int]:
         """Return the index range of the intervals in [start, end); splits the intervals at both ends."""
         intervals = self.intervals
         first = self._index(start)
@@ -284,11 +284,11 @@ class IntervalMap:
             return
         point, access = record
         assert access is not None
-        first, last = self._cut(start, end)
+        first, last = self._split_at(start, end)
         intervals = self.intervals
         write = access.write
         # What was held, and is told now, may come before a mark that is here already.
-        late = late or any(each.over is not None and _later(each.over, point) for each in intervals[first:last])
+        late = late or any(each.over is not None and _is_later(each.over, point) for each in intervals[first:last])
         reported: set[int] = set()
         for at in range(first, last):
             interval = intervals[at]
@@ -296,7 +296,7 @@ class IntervalMap:
             if not write:
                 interval.reads = (*_unless_covered(interval.reads, point), record) if interval.reads else (record,)
             elif late:
-                if interval.over is not None and not _later(interval.over, point):
+                if interval.over is not None and not _is_later(interval.over, point):
                     interval.over = None
                 interval.reads = _unless_covered(interval.reads, point)
                 interval.writes = (*_unless_covered(interval.writes, point), record)
@@ -336,12 +336,12 @@ class IntervalMap:
         for interval in met:
             self._check(interval, point, access, sink, late, reported)
         if access.write and any(interval.over is not None for interval in met):
-            first, last = self._cut(access.start, access.end)
+            first, last = self._split_at(access.start, access.end)
             for interval in self.intervals[first:last]:
-                if interval.over is not None and not _later(interval.over, point):
+                if interval.over is not None and not _is_later(interval.over, point):
                     interval.over = None
         if self.holed:
-            self._meet(point, access, sink, late)
+            self._check_holes(point, access, sink, late)
         self.holed.append(record)
         if len(self.holed) > self.limit:
             settled = sink.settled()
@@ -350,7 +350,7 @@ class IntervalMap:
             self.holed = kept[-_MAX_HOLED_RECORDS:]
             self.limit = max(_MIN_HOLED_LIMIT, 2 * len(self.holed))
 
-    def _meet(self, point: Point, access: Access, sink: Listener, late: bool) -> None:
+    def _check_holes(self, point: Point, access: Access, sink: Listener, late: bool) -> None:
         """Check an access against the accesses with holes, and drop those that it covers."""
         clock = point.clock
         reported: set[int] = set()
@@ -381,7 +381,7 @@ class IntervalMap:
                 if before.epoch > clock.get(before.number, 0):
                     self._compare(old, point, access, sink, late, reported)
         elif interval.over is not None and not access.by_rows and id(interval.over) not in reported:
-            if _later(interval.over, point):
+            if _is_later(interval.over, point):
                 return  # it was read, in the order of the program, before it was declared over
             reported.add(id(interval.over))
             sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
@@ -397,7 +397,7 @@ class IntervalMap:
         sink.conflict(old, point, access, self.owner or self)
 
 
-def _later(over: Over, point: Point) -> bool:
+def _is_later(over: Over, point: Point) -> bool:
     return over[2] >= point.sequence
 
 

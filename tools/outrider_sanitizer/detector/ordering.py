@@ -9,12 +9,13 @@ held, with all later operations on it, until the set is enqueued.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
 from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Point
-from outrider_sanitizer.detector.captured_graph import CapturedGraph
+from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
 from outrider_sanitizer.detector.intervals import IntervalMap, Listener
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.detector.streams import StreamOrdering
@@ -150,33 +151,39 @@ class Ordering(StreamOrdering):
             params_read = True
         for verb in captured.verbs:
             branch = actor(verb.branch)
-            if verb.what == "launch":
-                self._access(self._replay_point(branch, verb.subject, replay), verb.subject.accesses)
-            elif verb.what == "record":
-                edges[verb.subject] = branch.release()
-            elif verb.what == "wait":
-                branch.join(edges.get(verb.subject[0], NOTHING))
-            elif verb.what == "join":
-                state = self._event(verb.subject[0])
-                while state.is_pending(verb.subject[1]):
-                    yield False
-                branch.join(state.clock_of(verb.subject[1]))
-            elif verb.what == "collective":
+            if verb.what == "collective":
                 half = next(halves)
                 self._arrive(branch, verb.subject[0], half, verb.subject[2], None, replay)
-                while not self._meet(branch, verb.subject[0], half):
-                    yield False
-            elif verb.what in ("set", "await", "reset"):
-                while not self._flag_verb(verb.what, branch, verb.subject, replay.location, replay):
-                    yield False
-                if verb.what == "await" and not params_read:
-                    # The operation that the flag holds reads the parameters.
-                    self._read_params(graph, branch, replay)
-                    params_read = True
+                step = partial(self._join_collective, branch, verb.subject[0], half)
+            else:
+                step = partial(self._run_verb, verb, branch, edges, replay)
+            while not step():
+                yield False
+            if verb.what == "await" and not params_read:
+                # The operation that the flag holds reads the parameters.
+                self._read_params(graph, branch, replay)
+                params_read = True
         for branch in touched.values():
             if branch is not lane:
                 lane.join(branch.release())
         yield True
+
+    def _run_verb(self, verb: Verb, branch: Lane, edges: dict[Event, Clock], replay: GraphReplay) -> bool:
+        """Run a captured verb other than a collective. Return False, without effect, while an event or a flag holds it."""
+        if verb.what == "launch":
+            self._access(self._replay_point(branch, verb.subject, replay), verb.subject.accesses)
+        elif verb.what == "record":
+            edges[verb.subject] = branch.release()
+        elif verb.what == "wait":
+            branch.join(edges.get(verb.subject[0], NOTHING))
+        elif verb.what == "join":
+            state = self._event(verb.subject[0])
+            if state.is_pending(verb.subject[1]):
+                return False
+            branch.join(state.clock_of(verb.subject[1]))
+        elif verb.what in ("set", "await", "reset"):
+            return self._flag_verb(verb.what, branch, verb.subject, replay.location, replay)
+        return True
 
     def params_updated(self, graph: Graph, stream: str, names: tuple[str, ...]) -> None:
         """Record that host parameters of a captured graph were rebound on a stream."""

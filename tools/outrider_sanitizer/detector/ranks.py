@@ -242,7 +242,7 @@ class RankClocks:
         different = next((f"{name}: {a} and {b}" for name, a, b in facts if a != b), "")
         if different:
             state.has_diverged = True
-            self._found(
+            self._add_finding(
                 FindingKind.COLLECTIVE,
                 one.site(state.name),
                 two.site(state.name),
@@ -254,7 +254,7 @@ class RankClocks:
             rank = two.before.get(key, 0 if two.rank in key[1] else count)
             if rank != count and not (self._states[key].has_diverged or state.has_diverged):
                 state.has_diverged = True
-                self._found(
+                self._add_finding(
                     FindingKind.COLLECTIVE_ORDER,
                     one.site(state.name),
                     two.site(state.name),
@@ -298,7 +298,7 @@ class RankClocks:
                     first, second = path[1].send, meeting.send
                     if not state.has_diverged:
                         state.has_diverged = True
-                        self._found(
+                        self._add_finding(
                             FindingKind.SENDS,
                             first.site(state.name),
                             second.site(state.name),
@@ -321,7 +321,7 @@ class RankClocks:
         two: tuple[Point, WatchedCollectivePart],
     ) -> None:
         first, then = repr(one[0].actor.name), repr(two[0].actor.name)
-        self._found(
+        self._add_finding(
             FindingKind.COLLECTIVE_UNORDERED,
             one[1].site(other.name),
             two[1].site(state.name),
@@ -381,7 +381,7 @@ class RankClocks:
         )
         text = f"the first decision in which ranks differ: {one}, {two}"
         self.differing = self.differing or text
-        self._found(
+        self._add_finding(
             FindingKind.DECISION,
             one.site(state.name),
             two.site(state.name),
@@ -406,7 +406,7 @@ class RankClocks:
                 self._shorter(state, half.index, missing)
                 last = state.last.get(missing[0])
                 who = " and ".join(f"rank {state.key[1][index]}" for index in missing)
-                self._found(
+                self._add_finding(
                     FindingKind.COLLECTIVE_MISSING,
                     last.site(state.name) if last is not None else None,
                     half.site(state.name),
@@ -430,7 +430,7 @@ class RankClocks:
                 self.differing = self.differing or (
                     f"the first decision in which ranks differ: {extra}, and none on rank {rank}"
                 )
-                self._found(
+                self._add_finding(
                     FindingKind.DECISION,
                     site,
                     extra.site(state.name),
@@ -439,7 +439,7 @@ class RankClocks:
                     named=False,
                 )
 
-    def _found(
+    def _add_finding(
         self, kind: FindingKind, first: AccessSite | None, second: AccessSite, hint: str, missing: str, *, named: bool = True
     ) -> None:
         if named and self.differing:

@@ -302,7 +302,7 @@ class StreamOrdering(Lanes):
         half = self.ranks.issue(group, call, in_graph=False, location=location)
         step = self.steps(stream)
         self._enqueue(lane, lambda: self._arrive(lane, group, half, accesses, step))
-        self._enqueue(lane, lambda: self._meet(lane, group, half))
+        self._enqueue(lane, lambda: self._join_collective(lane, group, half))
         self.ranks.resume()
 
     def _arrive(
@@ -325,7 +325,7 @@ class StreamOrdering(Lanes):
         self.ranks.arrived(group, half, point)
         return True
 
-    def _meet(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
+    def _join_collective(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
         """Join the clocks that a rank's part ``half`` of a collective waits for into the stream's clock. Return False while
         another rank's part is missing.
         """
@@ -393,14 +393,14 @@ class StreamOrdering(Lanes):
         state = self._event(event)
         generation = state.covered(generation, self.thread())
         if state.is_pending(generation):
-            self._force()
+            self._continue_held_streams()
         self.thread().join(state.clock_of(generation))
 
     def stream_synchronized(self, stream: str) -> None:
         """Order the calling thread after all operations enqueued on the stream."""
         lane = self.lane(stream)
         if lane.held is not None:
-            self._force()
+            self._continue_held_streams()
         thread = self.thread()
         thread.join(self._ordered_launches(lane.release(), thread, thread.clock))
         self._last = self.sequence
@@ -457,7 +457,7 @@ class StreamOrdering(Lanes):
                 self.listener.flag("early", flag.name, early, point)
         return True
 
-    def _force(self) -> None:
+    def _continue_held_streams(self) -> None:
         """Continue every stream that is held at a flag: the device has passed the wait, so the flag was set outside the
         watched calls.
         """

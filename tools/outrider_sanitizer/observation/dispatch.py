@@ -220,7 +220,7 @@ class DerivedSanitizer(Sanitizer):
             return read
 
         def numpy(original: Any) -> Any:
-            return lambda tensor, *args, **kwargs: self._given(tensor, original(tensor, *args, **kwargs))
+            return lambda tensor, *args, **kwargs: self._watched_array(tensor, original(tensor, *args, **kwargs))
 
         self.watches_arrays = True
         try:
@@ -229,7 +229,7 @@ class DerivedSanitizer(Sanitizer):
         finally:
             self.watches_arrays = False
 
-    def _given(self, tensor: Tensor, array: Any) -> Any:
+    def _watched_array(self, tensor: Tensor, array: Any) -> Any:
         """Return ``array``, which shares the memory of ``tensor``, so that reads and writes through the array are checked."""
         if self._host_only:
             self._host_read(tensor)
@@ -291,21 +291,7 @@ class DerivedSanitizer(Sanitizer):
         on_device = bool(self._scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
         stream = self._placed() if on_device else HOST
         location = caller_location()
-        accesses: list[Access] = []
-        seen: set[int] = set()
-        for name, tensor in inputs:
-            found = self._storages.known(tensor)
-            if found is None:
-                continue
-            seen.add(found[0].number)
-            if found[1]:
-                self._storages.note(tensor)
-            write = name in operands.writes
-            if operands.like and not write:
-                continue
-            born = getattr(tensor, _BORN, -1)
-            by_rows = self._rows_apart and name in operands.rows
-            accesses.append(extent(tensor, found[0], write, name, born, by_rows))
+        seen, accesses = self._input_accesses(operands, inputs)
         fresh = False
         for name, tensor in outputs:
             found = self._storages.known(tensor)
@@ -334,8 +320,27 @@ class DerivedSanitizer(Sanitizer):
         self.launched(Operation(func._schema.name, stream, self._step(stream), tuple(accesses), location))
         if operands.copies and not blocking and not self._host_only:
             self._copied((*inputs, *outputs), stream)
-        if operands.waits or self._over(inputs, outputs, blocking):
+        if operands.waits or self._is_complete(inputs, outputs, blocking):
             self._ordering.stream_synchronized(stream)
+
+    def _input_accesses(self, operands: _Operands, inputs: list[tuple[str, Tensor]]) -> tuple[set[int], list[Access]]:
+        """Return the numbers of the operands' storages, and the accesses to them."""
+        seen: set[int] = set()
+        accesses: list[Access] = []
+        for name, tensor in inputs:
+            found = self._storages.known(tensor)
+            if found is None:
+                continue
+            seen.add(found[0].number)
+            if found[1]:
+                self._storages.note(tensor)
+            write = name in operands.writes
+            if operands.like and not write:
+                continue
+            born = getattr(tensor, _BORN, -1)
+            by_rows = self._rows_apart and name in operands.rows
+            accesses.append(extent(tensor, found[0], write, name, born, by_rows))
+        return seen, accesses
 
     def _viewed(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
         """Record the results of a view operator with the number of graph replays so far.
@@ -368,7 +373,7 @@ class DerivedSanitizer(Sanitizer):
         overrides it.
         """
 
-    def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
+    def _is_complete(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
         """Return True for a copy that is complete on return: a blocking host copy, or a copy with pageable memory."""
         if self._host_only:
             return False

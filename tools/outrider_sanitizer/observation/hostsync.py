@@ -84,7 +84,7 @@ class HandOverTokens:
             (ThreadPoolExecutor, "submit", self.calling()),
         ]
 
-    def _give(self, taker: Any = None) -> SingleUseToken:
+    def _release_token(self, taker: Any = None) -> SingleUseToken:
         token = SingleUseToken(for_task=getattr(taker, "_max_workers", 1) > 1)
         self._observer.host_released(token)
         return token
@@ -96,7 +96,7 @@ class HandOverTokens:
 
         def put(this: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
             tokens = self._items.setdefault(this, defaultdict(deque))[id(item)]
-            token = self._give()
+            token = self._release_token()
             tokens.append(token)
             self._observer.host_released(this)
             try:
@@ -135,7 +135,7 @@ class HandOverTokens:
     def _release(self, original: Any) -> Any:
         def release(this: Any, n: int = 1) -> None:
             free = self._free(this)
-            tokens = [self._give() for _ in range(n)]
+            tokens = [self._release_token() for _ in range(n)]
             free.extend(tokens)
             try:
                 original(this, n)
@@ -171,7 +171,7 @@ class HandOverTokens:
     def _send(self, original: Any) -> Any:
         def send(this: Any, *args: Any, **kwargs: Any) -> None:
             messages = self._messages.setdefault(this, deque(maxlen=_MAX_PENDING_MESSAGES))
-            messages.append(self._give())
+            messages.append(self._release_token())
             self._observer.host_released(self._elsewhere)
             original(this, *args, **kwargs)
 
@@ -198,7 +198,7 @@ class HandOverTokens:
 
         def wrap(original: Any) -> Any:
             def call(this: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-                token = self._give(this) if token_of is None else token_of(this)
+                token = self._release_token(this) if token_of is None else token_of(this)
 
                 def body(*inner: Any, **named: Any) -> Any:
                     self._observer.host_acquired(token)
@@ -230,7 +230,7 @@ def _started() -> bool:
     return threading.get_ident() in known
 
 
-def _told(
+def _with_tokens(
     observer: Observer,
     *,
     released: Callable[..., object] | None = None,
@@ -260,7 +260,7 @@ def _told(
     return wrap
 
 
-def _itself(told: object) -> object:
+def _unchanged(told: object) -> object:
     return told
 
 
@@ -401,24 +401,24 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
     pieces = HandOverTokens(observer)
     changes: list[Replacement] = [
         (threading.Thread, "start", _start(observer, around)),
-        (threading.Thread, "join", _told(observer, acquired=_ended)),
-        (threading.Thread, "is_alive", _told(observer, acquired=_ended, after_false=True)),
-        (threading.Event, "set", _told(observer, released=_itself)),
-        (threading.Event, "wait", _told(observer, acquired=_itself)),
-        (threading.Event, "is_set", _told(observer, acquired=_itself)),
-        (threading.Barrier, "wait", _told(observer, released=_itself, acquired=_itself)),
+        (threading.Thread, "join", _with_tokens(observer, acquired=_ended)),
+        (threading.Thread, "is_alive", _with_tokens(observer, acquired=_ended, after_false=True)),
+        (threading.Event, "set", _with_tokens(observer, released=_unchanged)),
+        (threading.Event, "wait", _with_tokens(observer, acquired=_unchanged)),
+        (threading.Event, "is_set", _with_tokens(observer, acquired=_unchanged)),
+        (threading.Barrier, "wait", _with_tokens(observer, released=_unchanged, acquired=_unchanged)),
         (threading.Condition, "__init__", _condition_made),
-        (threading.Condition, "__enter__", _told(observer, acquired=_lock_of, after_false=True)),
-        (threading.Condition, "__exit__", _told(observer, released=_lock_of)),
-        (threading.Condition, "wait", _told(observer, released=_lock_of, acquired=_lock_of, after_false=True)),
-        (queue.Queue, "task_done", _told(observer, released=done)),
-        (queue.Queue, "join", _told(observer, acquired=done)),
-        (_AllCompletedWaiter, "_decrement_pending_calls", _told(observer, released=lambda waiter: waiter.event)),
-        (Future, "set_result", _told(observer, released=_itself)),
-        (Future, "set_exception", _told(observer, released=_itself)),
-        (Future, "result", _told(observer, acquired=_itself)),
-        (Future, "exception", _told(observer, acquired=_itself)),
-        (Future, "done", _told(observer, acquired=_itself)),
+        (threading.Condition, "__enter__", _with_tokens(observer, acquired=_lock_of, after_false=True)),
+        (threading.Condition, "__exit__", _with_tokens(observer, released=_lock_of)),
+        (threading.Condition, "wait", _with_tokens(observer, released=_lock_of, acquired=_lock_of, after_false=True)),
+        (queue.Queue, "task_done", _with_tokens(observer, released=done)),
+        (queue.Queue, "join", _with_tokens(observer, acquired=done)),
+        (_AllCompletedWaiter, "_decrement_pending_calls", _with_tokens(observer, released=lambda waiter: waiter.event)),
+        (Future, "set_result", _with_tokens(observer, released=_unchanged)),
+        (Future, "set_exception", _with_tokens(observer, released=_unchanged)),
+        (Future, "result", _with_tokens(observer, acquired=_unchanged)),
+        (Future, "exception", _with_tokens(observer, acquired=_unchanged)),
+        (Future, "done", _with_tokens(observer, acquired=_unchanged)),
         *pieces.changes(),
         (threading, "Lock", _locks(observer)),
         (threading, "RLock", _locks(observer)),

@@ -93,11 +93,11 @@ class Storages:
     def note(self, tensor: Tensor) -> None:
         """Watch for the end of the tensor object, after which :meth:`gone` checks whether its storage was freed too."""
         key = _key(tensor.untyped_storage())
-        weak = ref(tensor, partial(self._suspect, key))
+        weak = ref(tensor, partial(self._note_freed, key))
         # The reference must live as long as the tensor, and the tensor's own dictionary does.
         tensor.__dict__.setdefault("_outrider_refs", []).append(weak)
 
-    def _suspect(self, key: int, _: object) -> None:
+    def _note_freed(self, key: int, _: object) -> None:
         self._suspects.append(key)
 
     def gone(self) -> list[KnownStorage]:

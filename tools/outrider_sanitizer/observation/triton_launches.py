@@ -7,7 +7,7 @@ which bytes of the tensor a kernel touches, so an access is the whole tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,6 +26,8 @@ _OPAQUE = ("tt.call", "tt.extern_elementwise", "tt.elementwise_inline_asm", "tt.
 """Names of operations in the intermediate representation after which the origin of a pointer is unknown."""
 
 _Held = dict[str, frozenset[int]]
+_Block = tuple[str, list[str]]
+"""A block that is open: the name of its result, and the names that it carries."""
 
 
 class Pointers(NamedTuple):
@@ -100,42 +102,55 @@ def _operation(line: str) -> str:
 
 def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tuple[frozenset[int], frozenset[int]]:
     """Run one pass over the lines: return the loaded and stored pointers known from ``held``, and extend ``held``."""
-    nothing: frozenset[int] = frozenset()
-    read = written = nothing
-    blocks: list[tuple[str, list[str]]] = []  # what is open: its result, and the names that it carries
+    read: set[int] = set()
+    written: set[int] = set()
+    open_blocks: list[_Block] = []
     for line in lines:
         operation = _operation(line)
         operands = _NAME.findall(operation)
         defined = line.partition(" = ")[0].partition(":")[0] if line.startswith("%") else ""
+        carried = _CARRIED.findall(operation.partition("iter_args")[2])
         if operation.startswith(_STORES):
-            written |= held.get(operands[0], nothing)
+            written |= held.get(operands[0], frozenset())
         if operation.startswith(_LOADS):
-            read |= held.get(operands[0], nothing)
-        elif operation.startswith("scf.yield") and blocks:
-            result, carried = blocks[-1]
-            results = _results(result, len(operands))
-            for at, name in enumerate(operands):
-                for target in (results[at], carried[at]) if at < len(carried) else (results[at],):
-                    held[target] = held.get(target, nothing) | held.get(name, nothing)
-        elif operation.startswith("cf."):
-            for block in _LABEL.findall(operation):
-                label = block.partition("(")[0]
-                for target, name in zip(taken.get(label, ()), _NAME.findall(block), strict=False):
-                    held[target] = held.get(target, nothing) | held.get(name, nothing)
-        elif operation.startswith("scf.for"):
-            loop = _CARRIED.findall(operation.partition("iter_args")[2])
-            for (name, start), result in zip(loop, _results(defined, len(loop)), strict=True):
-                held[name] = held.get(name, nothing) | held.get(start, nothing)
-                held[result] = held.get(result, nothing) | held[name]
-        elif defined and any(kind in operation for kind in _POINTS):
-            sources = operands[:1] if operation.startswith("tt.addptr") else operands  # the other one is a distance
-            held[defined] = held.get(defined, nothing).union(*(held.get(name, nothing) for name in sources))
-        closes, opens = line.startswith("}"), line.endswith("{")
-        block = blocks.pop() if closes and blocks else ("", [])
-        if opens:
-            carried = [name for name, _ in _CARRIED.findall(operation.partition("iter_args")[2])]
-            blocks.append(block if closes else (defined, carried))
-    return read, written
+            read |= held.get(operands[0], frozenset())
+        else:
+            for target, source in _pointer_flows(operation, operands, defined, carried, open_blocks, taken):
+                held[target] = held.get(target, frozenset()) | held.get(source, frozenset())
+        closes = line.startswith("}")
+        block = open_blocks.pop() if closes and open_blocks else ("", [])
+        if line.endswith("{"):
+            open_blocks.append(block if closes else (defined, [name for name, _ in carried]))
+    return frozenset(read), frozenset(written)
+
+
+def _pointer_flows(
+    operation: str,
+    operands: Sequence[str],
+    defined: str,
+    carried: Sequence[tuple[str, str]],
+    open_blocks: Sequence[_Block],
+    taken: dict[str, list[str]],
+) -> Iterator[tuple[str, str]]:
+    """Yield each name that an operation gives a value, with a name that the value may come from, in the order of the flow."""
+    if operation.startswith("scf.yield") and open_blocks:
+        result, names = open_blocks[-1]
+        results = _results(result, len(operands))
+        for at, name in enumerate(operands):
+            yield results[at], name
+            if at < len(names):
+                yield names[at], name
+    elif operation.startswith("cf."):
+        for block in _LABEL.findall(operation):
+            yield from zip(taken.get(block.partition("(")[0], ()), _NAME.findall(block), strict=False)
+    elif operation.startswith("scf.for"):
+        for (name, start), result in zip(carried, _results(defined, len(carried)), strict=True):
+            yield name, start
+            yield result, name
+    elif defined and any(kind in operation for kind in _POINTS):
+        sources = operands[:1] if operation.startswith("tt.addptr") else operands  # the other one is a distance
+        for name in sources:
+            yield defined, name
 
 
 LaunchCallback = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]

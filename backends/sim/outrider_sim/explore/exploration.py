@@ -138,13 +138,13 @@ def explore(
 
 def _failure(backend: SimBackend, program: Program, number: int, error: BaseException, shrinking: bool) -> FailedRun:
     schedule = Schedule.parse(backend.control.schedule())
-    shrunk = shrink(backend, program, schedule, type(error)) if shrinking else schedule
+    shrunk = shrink_schedule(backend, program, schedule, type(error)) if shrinking else schedule
     return FailedRun(
         run=number, error=error, schedule=schedule, shrunk=shrunk, orderings=tuple(explain(backend, program, shrunk))
     )
 
 
-def shrink(backend: SimBackend, program: Program, schedule: Schedule, kind: type[BaseException]) -> Schedule:
+def shrink_schedule(backend: SimBackend, program: Program, schedule: Schedule, kind: type[BaseException]) -> Schedule:
     """Return a minimal subset of `schedule`'s delays with which the program still raises a `kind`.
 
     Delta debugging removes delays until each remaining one is necessary: without it the program passes or raises another
@@ -211,10 +211,10 @@ def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[s
         scheduler.names = None
         scheduler.update_mode()
 
-    def say(step: ScheduleStep) -> str:
+    def describe(step: ScheduleStep) -> str:
         return f"{step} ({names.get(str(step), 'not reached')})"
 
-    return [f"{say(delay.step)} runs only after {say(delay.after)}" for delay in schedule]
+    return [f"{describe(delay.step)} runs only after {describe(delay.after)}" for delay in schedule]
 
 
 class SimControl:

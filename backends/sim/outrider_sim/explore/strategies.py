@@ -458,7 +458,7 @@ class Exhaustive(Strategy):
 
     def _open(self, candidates: Sequence[StreamQueue | HostThread]) -> _Frame:
         assert self._scheduler is not None
-        touches = {actor.label: self._touch(actor) for actor in candidates}
+        touches = {actor.label: self._step_accesses(actor) for actor in candidates}
         hosts = sum(touch.host for touch in touches.values())
         free = next((t.actor for t in touches.values() if self._touches_nothing(t, hosts)), None)
         todo = [free] if free is not None else list(touches)
@@ -475,7 +475,7 @@ class Exhaustive(Strategy):
             return False
         return not touch.spans and touch.flag is None and touch.asks is None and not touch.all
 
-    def _touch(self, actor: StreamQueue | HostThread) -> StepAccesses:
+    def _step_accesses(self, actor: StreamQueue | HostThread) -> StepAccesses:
         assert self._scheduler is not None
         bases = self._scheduler.bases
         if isinstance(actor, HostThread):
@@ -504,12 +504,12 @@ def are_independent(one: StepAccesses, other: StepAccesses) -> bool:
         return one.host or other.host
     if one.flag is not None and one.flag is other.flag:
         return False
-    if _asked(one, other) or _asked(other, one):
+    if _is_queried(one, other) or _is_queried(other, one):
         return False
     return not any(a[0] < b[1] and b[0] < a[1] and (a[2] or b[2]) for a in one.spans for b in other.spans)
 
 
-def _asked(query: StepAccesses, step: StepAccesses) -> bool:
+def _is_queried(query: StepAccesses, step: StepAccesses) -> bool:
     if query.asks is None:
         return False
     if isinstance(query.asks, EventGeneration):

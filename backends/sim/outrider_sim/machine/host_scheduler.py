@@ -84,7 +84,7 @@ class HostThreads:
                 thread.error = error
                 self.failed.append((thread, error))
             thread.finished = True
-            self._leave(thread)
+            self._finish_thread(thread)
 
         # A daemon, so that a program that fails before joining can still end.
         thread.os = threading.Thread(target=body, name=f"outrider-sim {thread.label}", daemon=True)
@@ -124,7 +124,7 @@ class HostThreads:
             # The first failure may have left other threads waiting, so their errors are consequences.
             raise self.failed[0][1] if self.failed else failed
 
-    def _leave(self, thread: HostThread) -> None:
+    def _finish_thread(self, thread: HostThread) -> None:
         """Give the baton of a finished thread to another. If no thread can continue, the first thread wakes up and raises."""
         scheduler = self._scheduler
         try:

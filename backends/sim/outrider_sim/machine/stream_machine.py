@@ -421,7 +421,7 @@ class StreamMachine:
                 f"{place} failed on request (fault=error@{op.number + 1}); its results are undefined, the device lives on"
             )
         else:
-            self._lose(f"{place} failed on request (fault=lost@{op.number + 1})")
+            self._lose_device(f"{place} failed on request (fault=lost@{op.number + 1})")
 
     def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
         if isinstance(error, NotImplementedError):  # the operation didn't run, so the device survives
@@ -432,10 +432,10 @@ class StreamMachine:
             self._failed = self._failed or DeviceFault(f"{describe_operation(op, stream, index)}: {error}")
             return
         # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.
-        self._lose(f"{describe_operation(op, stream, index)} failed: {type(error).__name__}: {error}")
+        self._lose_device(f"{describe_operation(op, stream, index)} failed: {type(error).__name__}: {error}")
         assert self.lost is not None
         self.lost.__cause__ = error
 
-    def _lose(self, text: str) -> None:
+    def _lose_device(self, text: str) -> None:
         self.lost = DeviceLost(f"{text}; the device is lost: queued work is gone, make a new backend")
         self.drop()

@@ -163,7 +163,7 @@ def _inner(tensor: Tensor | None) -> Tensor | None:
 # -- values: every operand is read before any is written --------------------------------------------------------------
 
 
-def _reads(meeting: CollectiveRendezvous) -> list[Tensor]:
+def _read_operands(meeting: CollectiveRendezvous) -> list[Tensor]:
     return [meeting.halves[index].call.read for index in meeting.members]
 
 
@@ -188,22 +188,22 @@ def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
 
 
 def _reduce(meeting: CollectiveRendezvous, reduction: Reduction) -> None:
-    total = _reduced(_reads(meeting), reduction)
+    total = _reduced(_read_operands(meeting), reduction)
     _writes(meeting, [total] * len(meeting.members))
 
 
 def _gather(meeting: CollectiveRendezvous) -> None:
-    stacked = torch.stack(_reads(meeting))
+    stacked = torch.stack(_read_operands(meeting))
     _writes(meeting, [stacked] * len(meeting.members))
 
 
 def _reduce_scatter(meeting: CollectiveRendezvous, reduction: Reduction) -> None:
-    total = _reduced(_reads(meeting), reduction)
+    total = _reduced(_read_operands(meeting), reduction)
     _writes(meeting, [total[i].clone() for i in range(len(meeting.members))])
 
 
 def _exchange(meeting: CollectiveRendezvous) -> None:
-    parts = _reads(meeting)
+    parts = _read_operands(meeting)
     _writes(meeting, [torch.stack([part[i] for part in parts]) for i in range(len(parts))])
 
 

@@ -157,7 +157,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
             current(self.backend).synchronize()
         return work
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _on_device(self, tensor: Tensor) -> Tensor:
         """Return `tensor` if it is a contiguous device tensor, else a contiguous copy on the rank's device."""
         if isinstance(tensor, SimTensor) and tensor.is_contiguous():
             return tensor
@@ -176,7 +176,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
         def verb(stream: SimStream) -> None:
             for tensor in _list(tensors):
-                made = self._here(tensor)
+                made = self._on_device(tensor)
                 self.sim_group.all_reduce(made, stream=stream, reduction=reduction)
                 if average:
                     made.div_(self._count)
@@ -194,7 +194,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
         def verb(stream: SimStream) -> None:
             for tensor in _list(tensors):
-                made = self._here(tensor).clone()
+                made = self._on_device(tensor).clone()
                 self.sim_group.all_reduce(made, stream=stream, reduction=reduction)
                 if opts.rootRank == self._index:
                     tensor.detach().copy_(made / self._count if average else made)
@@ -206,7 +206,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
         def verb(stream: SimStream) -> None:
             for tensor in _list(tensors):
-                made = self._here(tensor)
+                made = self._on_device(tensor)
                 self.sim_group.broadcast(made, root=opts.rootRank, stream=stream)
                 self._back(tensor, made)
 
@@ -218,7 +218,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
         def verb(stream: SimStream) -> None:
             for into, tensor in zip(outputs, _list(inputs), strict=True):
-                made = self._here(tensor)
+                made = self._on_device(tensor)
                 gathered = made.new_empty((self._count, *made.shape))
                 self.sim_group.all_gather(gathered, made, stream=stream)
                 for part, one in zip(into, gathered.unbind(0), strict=True):
@@ -235,7 +235,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         del opts
 
         def verb(stream: SimStream) -> None:
-            made, into = self._here(tensor), self._here(output)
+            made, into = self._on_device(tensor), self._on_device(output)
             self.sim_group.all_gather(into.view(self._count, *made.shape), made, stream=stream)
             self._back(output, into)
 
@@ -253,9 +253,9 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
         """Reduce lists of tensors over all ranks and store this rank's element in its output tensor."""
         works = [
-            self.reduce_scatter_single(output, torch.stack([self._here(t) for t in parts]).flatten(0, 1), opts)
+            self.reduce_scatter_single(output, torch.stack([self._on_device(t) for t in parts]).flatten(0, 1), opts)
             if parts[0].dim()
-            else self.reduce_scatter_single(output, torch.stack([self._here(t) for t in parts]), opts)
+            else self.reduce_scatter_single(output, torch.stack([self._on_device(t) for t in parts]), opts)
             for output, parts in zip(outputs, inputs, strict=True)
         ]
         return works[-1]
@@ -266,7 +266,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
         def verb(stream: SimStream) -> None:
             # The verb leaves its operand undefined, and torch's doesn't.
-            made, into = self._here(tensor).clone(), self._here(output)
+            made, into = self._on_device(tensor).clone(), self._on_device(output)
             self.sim_group.reduce_scatter(into, made.view(self._count, *into.shape), stream=stream, reduction=reduction)
             if average:
                 into.div_(self._count)
@@ -292,7 +292,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
             raise CapabilityError(f"{NAME}: all_to_all of unequal parts {input_splits} isn't there; pad them")
 
         def verb(stream: SimStream) -> None:
-            made, into = self._here(tensor), self._here(output)
+            made, into = self._on_device(tensor), self._on_device(output)
             parts = (self._count, made.shape[0] // self._count, *made.shape[1:])
             self.sim_group.all_to_all(into.view(parts), made.view(parts), stream=stream)
             self._back(output, into)
@@ -306,7 +306,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         del opts
 
         def verb(stream: SimStream) -> None:
-            made = torch.stack([self._here(tensor) for tensor in inputs])
+            made = torch.stack([self._on_device(tensor) for tensor in inputs])
             into = torch.empty_like(made)
             self.sim_group.all_to_all(into, made, stream=stream)
             for output, part in zip(outputs, into.unbind(0), strict=True):
@@ -318,7 +318,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         """Copy every rank's tensor to the root's output list."""
 
         def verb(stream: SimStream) -> None:
-            made = self._here(_list(inputs)[0])
+            made = self._on_device(_list(inputs)[0])
             gathered = made.new_empty((self._count, *made.shape))
             self.sim_group.all_gather(gathered, made, stream=stream)
             if opts.rootRank == self._index:
@@ -331,9 +331,11 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         """Copy element r of the root's list to the output tensor of rank r."""
 
         def verb(stream: SimStream) -> None:
-            like = self._here(_list(outputs)[0])
+            like = self._on_device(_list(outputs)[0])
             root = opts.rootRank == self._index
-            made = torch.stack([self._here(t) for t in inputs[0]]) if root else like.new_empty((self._count, *like.shape))
+            made = (
+                torch.stack([self._on_device(t) for t in inputs[0]]) if root else like.new_empty((self._count, *like.shape))
+            )
             self.sim_group.broadcast(made, root=opts.rootRank, stream=stream)
             _list(outputs)[0].detach().copy_(made[self._index])
 
@@ -343,7 +345,9 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         """Send one tensor to a rank of the group."""
         del tag
         tensor = _list(tensors)[0]
-        return self._run(lambda stream: self.sim_group.send(self._here(tensor), to=to, stream=stream), (tensor,), "to", to)
+        return self._run(
+            lambda stream: self.sim_group.send(self._on_device(tensor), to=to, stream=stream), (tensor,), "to", to
+        )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimWork:
         """Receive one tensor from a rank of the group."""
@@ -351,7 +355,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         tensor = _list(tensors)[0]
 
         def verb(stream: SimStream) -> None:
-            made = self._here(tensor)
+            made = self._on_device(tensor)
             self.sim_group.receive(made, source=source, stream=stream)
             self._back(tensor, made)
 
@@ -437,7 +441,7 @@ class Functional:
             f"{space}_wrap_tensor_autograd": self._wait,
         }
 
-    def _made(self, tensor: Tensor, work: SimWork) -> Tensor:
+    def _track_work(self, tensor: Tensor, work: SimWork) -> Tensor:
         self._under_way[id(tensor)] = work
         return tensor
 
@@ -448,19 +452,19 @@ class Functional:
         return tensor
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> Tensor:
-        return self._made(tensor, _group(group).allreduce([tensor], _options(op)))
+        return self._track_work(tensor, _group(group).allreduce([tensor], _options(op)))
 
     def _all_gather(self, tensor: Tensor, size: int, group: Any) -> Tensor:
         into = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-        return self._made(into, _group(group).all_gather_single(into, tensor))
+        return self._track_work(into, _group(group).all_gather_single(into, tensor))
 
     def _reduce_scatter(self, tensor: Tensor, op: str, size: int, group: Any) -> Tensor:
         into = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-        return self._made(into, _group(group).reduce_scatter_single(into, tensor, _options(op)))
+        return self._track_work(into, _group(group).reduce_scatter_single(into, tensor, _options(op)))
 
     def _all_to_all(self, tensor: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: Any) -> Tensor:
         into = torch.empty_like(tensor)
-        return self._made(into, _group(group).all_to_all_single(into, tensor, outputs, inputs))
+        return self._track_work(into, _group(group).all_to_all_single(into, tensor, outputs, inputs))
 
     def _broadcast(self, tensor: Tensor, source: int, group: Any) -> Tensor:
-        return self._made(tensor, _group(group).broadcast([tensor], _options(root=source)))
+        return self._track_work(tensor, _group(group).broadcast([tensor], _options(root=source)))

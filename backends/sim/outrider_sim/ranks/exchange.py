@@ -275,7 +275,7 @@ class Exchange:
                 op = stream.queue[0]
                 why = reason(op)
                 if op.kind in (OperationKind.COLLECTIVE_START, OperationKind.COLLECTIVE):
-                    why = f"{op.target}, {self._why(op.target, edges)}"
+                    why = f"{op.target}, {self._waiting_reason(op.target, edges)}"
                 lines.append(f"rank {machine.rank}: stream {stream.label!r} is held at operation {stream.done}: {why}")
         lines += [
             f"{thread} waits for {thread.waits_for}"
@@ -287,7 +287,7 @@ class Exchange:
             lines.append("who waits for whom: " + " → ".join(f"rank {rank}" for rank in circle))
         return f"{STUCK}:\n  " + "\n  ".join(lines)
 
-    def _why(self, half: CollectivePart, edges: dict[int, set[int]]) -> str:
+    def _waiting_reason(self, half: CollectivePart, edges: dict[int, set[int]]) -> str:
         machine = half.member.machine
         mine = edges.setdefault(machine.rank, set())
         group = half.member.group
@@ -301,7 +301,7 @@ class Exchange:
                 if other.resident and other.member.machine is machine
             ]
             for other in taken:
-                mine.update(self._late(other))
+                mine.update(self._late_ranks(other))
             most = machine.options.resident
             return f"which needs a place on the device (resident={most}); {', '.join(map(str, taken))} has it"
         parts = []
@@ -319,7 +319,7 @@ class Exchange:
             parts.append(f"rank {member.machine.rank}, which {text}{last}")
         return "and waits for " + " and ".join(parts)
 
-    def _late(self, half: CollectivePart) -> Sequence[int]:
+    def _late_ranks(self, half: CollectivePart) -> Sequence[int]:
         return [half.member.group.members[index].machine.rank for index in self._late_indexes(half)]
 
     @staticmethod

@@ -45,7 +45,7 @@ def kernels() -> Iterator[tuple[str, Callable[..., Tensor]]]:
                 yield f"{name}.{overload}", _kernel(packet)
 
 
-def _with(gates: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
 
@@ -59,7 +59,7 @@ def lstm_cell(
     """Compute one LSTM step: return the hidden state, the cell state and the four activated gates, concatenated for the
     backward.
     """
-    i, f, g, o = (_with(input_gates, input_bias) + _with(hidden_gates, hidden_bias)).chunk(4, 1)
+    i, f, g, o = (_add_bias(input_gates, input_bias) + _add_bias(hidden_gates, hidden_bias)).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy = f * cx + i * g
     return o * cy.tanh(), cy, torch.cat((i, f, g, o), 1)
@@ -89,8 +89,8 @@ def gru_cell(
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute one GRU step: return the hidden state, and five blocks that the backward needs, concatenated."""
-    ir, iz, n = _with(input_gates, input_bias).chunk(3, 1)
-    hr, hz, hn = _with(hidden_gates, hidden_bias).chunk(3, 1)
+    ir, iz, n = _add_bias(input_gates, input_bias).chunk(3, 1)
+    hr, hz, hn = _add_bias(hidden_gates, hidden_bias).chunk(3, 1)
     r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
     n = (n + r * hn).tanh()
     return n + z * (hx - n), torch.cat((r, z, n, hx, hn), 1)

@@ -97,7 +97,7 @@ class Dispatcher:
             machine.local.line = self._lines.now()
         handler = self._handlers.get(func)
         if handler is None:
-            handler = self._learn(func)
+            handler = self._create_handler(func)
         if self.has_several_devices:
             home = self._home(args, kwargs or _IGNORE)
             if home is not None and home is not self.current:
@@ -167,7 +167,7 @@ class Dispatcher:
             found.resolvers = found.resolvers or row_accesses.resolvers_of(func)
         return found
 
-    def _learn(self, func: Any) -> Callable[..., Any]:
+    def _create_handler(self, func: Any) -> Callable[..., Any]:
         info = self.info(func)
         special = self._special.get(info.name)
         if special is not None:
@@ -247,7 +247,7 @@ class Dispatcher:
         for value in args:
             if type(value) is SimTensor:
                 if value._alloc.machine_memory is not memory:
-                    raise RuntimeError(_elsewhere(info))
+                    raise RuntimeError(_other_device_message(info))
                 key.append(value._meta)
                 inner.append(value._inner)
             else:
@@ -270,28 +270,11 @@ class Dispatcher:
         sim = self.current
         machine = sim.machine
         stream = machine.stream
-        run, post = info.run, None
+        run = info.run
         if info.random and (not info.random_if or probability(info, args, kwargs)):
             run = Seeded(info, sim.next_seed(), named.pop("generator", None))
         outs = [None if meta is None else self.allocate(sim, meta, stream) for meta in plan.outs]
-        if outs:
-            if plan.out:
-                run = info.out
-                for name, made in zip(info.out_names, outs, strict=True):
-                    named[name] = made._inner  # type: ignore[union-attr]  # such a plan has no result that is None
-            elif len(outs) == 1 and info.fresh:
-                post = partial(copy_result, outs[0]._inner)  # type: ignore[union-attr]  # nor has one of a single result
-            else:
-                post = partial(copy_results, [None if made is None else made._inner for made in outs], info.returns)
-        if sim.divergences:
-            other = divergent_implementation(sim.divergences, info.name, info.run)
-            if other is not None and outs:
-                run, post = (
-                    other,
-                    partial(copy_results, [None if made is None else made._inner for made in outs], info.returns),
-                )
-                for name in info.out_names:
-                    named.pop(name, None)
+        run, post = self._with_results(sim, info, plan, run, named, outs)
         op = Op(OperationKind.KERNEL, info.name, run, tuple(inner), named, post, None, plan.cost)
         if type(run) is Seeded:
             op.seed = sim.next_seed
@@ -301,6 +284,28 @@ class Dispatcher:
         if info.fresh:
             return outs[0]
         return results_of(info, plan, args, kwargs, outs)
+
+    @staticmethod
+    def _with_results(
+        sim: SimDeviceState, info: OpInfo, plan: ResultPlan, run: Any, named: dict[str, Any], outs: list[SimTensor | None]
+    ) -> tuple[Any, Any]:
+        """Return the function that computes an operator, instead of ``run`` if it writes ``outs`` itself or the device
+        diverges, and the function that copies its results to ``outs``. Update the keyword operands ``named``.
+        """
+        if not outs:
+            return run, None
+        other = divergent_implementation(sim.divergences, info.name, info.run) if sim.divergences else None
+        if other is not None:
+            run = other
+            for name in info.out_names:
+                named.pop(name, None)
+        elif plan.out:
+            for name, made in zip(info.out_names, outs, strict=True):
+                named[name] = made._inner  # type: ignore[union-attr]  # such a plan has no result that is None
+            return info.out, None
+        elif len(outs) == 1 and info.fresh:
+            return run, partial(copy_result, outs[0]._inner)  # type: ignore[union-attr]  # nor has one of a single result
+        return run, partial(copy_results, [None if made is None else made._inner for made in outs], info.returns)
 
     def allocate(self, sim: SimDeviceState, meta: Meta, stream: StreamQueue) -> SimTensor:
         """Return an uninitialized tensor on device `sim`, allocated in the order of `stream`."""
@@ -388,7 +393,7 @@ def _plain(info: OpInfo, name: str, value: Any, owners: list[PinnedTensor]) -> A
     return value
 
 
-def _elsewhere(info: OpInfo) -> str:
+def _other_device_message(info: OpInfo) -> str:
     # Nothing would order its use: the queues of two backends know nothing of each other.
     return (
         f"{info.name}: an operand lives on another simulated device than the current one: each backend object is a device of "

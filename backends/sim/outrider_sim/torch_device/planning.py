@@ -57,10 +57,10 @@ class Planner:
                 structure.append(operand)
             elif isinstance(value, list | tuple):
                 structure.append(len(value))
-                fresh.extend(self._look(info, item) for item in value)
+                fresh.extend(self._operand_meta(info, item) for item in value)
             else:
                 structure.append(None)
-                fresh.append(self._look(info, value) if isinstance(value, Tensor) else None)
+                fresh.append(self._operand_meta(info, value) if isinstance(value, Tensor) else None)
         if "output_mask" in info.names:  # what isn't asked for is None
             asked = _argument(info, "output_mask", args, kwargs)
             fresh = [look if wanted else None for look, wanted in zip(fresh, asked, strict=True)]
@@ -83,7 +83,7 @@ class Planner:
         plan = info.plans[key] = ResultPlan(tuple(fresh), tuple(structure), cost, out, resized)
         return plan
 
-    def _look(self, info: OpInfo, value: Tensor) -> Meta:
+    def _operand_meta(self, info: OpInfo, value: Tensor) -> Meta:
         self._strided(info, value)
         return meta_of(value)
 
@@ -162,7 +162,7 @@ class Planner:
             return False
         if info.writes or None in fresh:
             return False
-        return info.out is not None and bool(fresh) and self._stays(info, sketch, fresh)
+        return info.out is not None and bool(fresh) and self._keeps_storage(info, sketch, fresh)
 
     def _probe_small(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a large call once with small zero operands, to find out whether the host kernel exists and its result shapes.
@@ -176,17 +176,17 @@ class Planner:
             info.probed.clear()
         info.probed[kind] = False
         sketch = _Sketch(info, args, kwargs)
-        made = self._run_on_zeros(info, sketch, lambda meta: _zeros(self._cut(meta)))
+        made = self._run_on_zeros(info, sketch, lambda meta: _zeros(self._small_meta(meta)))
         if made is None:
             return
         try:
             with torch.no_grad(), torch._C._InferenceMode(False):
-                look = sketch.call(info.func, lambda meta: _meta_tensor(self._cut(meta)), META)
+                look = sketch.call(info.func, lambda meta: _meta_tensor(self._small_meta(meta)), META)
         except Exception:
             return
         _shapes_match(info, _fresh(info, made), _fresh(info, look))
 
-    def _cut(self, meta: Meta) -> Meta:
+    def _small_meta(self, meta: Meta) -> Meta:
         """Return the operand's meta with each dimension limited to `_CUT`; equal dimensions stay equal."""
         shape = tuple(min(size, _CUT) for size in meta.shape)
         return intern_meta(torch.Size(shape), contiguous(shape), meta.dtype)
@@ -210,7 +210,7 @@ class Planner:
             return None
 
     @staticmethod
-    def _stays(info: OpInfo, sketch: _Sketch, fresh: tuple[Any, ...]) -> bool:
+    def _keeps_storage(info: OpInfo, sketch: _Sketch, fresh: tuple[Any, ...]) -> bool:
         outs = [_zeros(meta) for meta in fresh]
         before = [(out.data_ptr(), out.shape, out.stride()) for out in outs]
         try:

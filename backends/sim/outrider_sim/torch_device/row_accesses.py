@@ -107,7 +107,7 @@ def _written_elements(func: Any, name: str, arguments: Mapping[str, Any]) -> Fou
     return Elements((changed.nonzero() * steps).sum(1))
 
 
-def _reached(offsets: Tensor, dim: int, index: Tensor) -> Tensor:
+def _reached_offsets(offsets: Tensor, dim: int, index: Tensor) -> Tensor:
     if offsets.dim() == 0 or index.dim() == 0:
         return offsets.reshape(-1)
     return offsets.gather(dim, index)
@@ -163,7 +163,7 @@ def contested_bytes(operator: str, resolve: Resolver, arguments: Mapping[str, An
         if name == "index_copy_":
             places = offsets.index_select(arguments["dim"], arguments["index"].flatten()) if offsets.dim() else offsets
         elif name == "scatter_":
-            places = _reached(offsets, arguments["dim"], arguments["index"])
+            places = _reached_offsets(offsets, arguments["dim"], arguments["index"])
             source = source[tuple(slice(n) for n in places.shape)] if source.dim() == places.dim() else source
         elif name == "put_":
             places = offsets.take(arguments["index"])
@@ -235,10 +235,10 @@ class RowResolver:
             else:
                 found.extend(self._spread(whole, rows, *self._looks[name]))
             if whole.write:
-                found.extend(self._contested(whole, name, resolve))
+                found.extend(self._resolved_accesses(whole, name, resolve))
         return tuple(found)
 
-    def _contested(self, whole: Access, name: str, resolve: Resolver) -> list[Access]:
+    def _resolved_accesses(self, whole: Access, name: str, resolve: Resolver) -> list[Access]:
         operand = self._bound.get(name)
         if not isinstance(operand, Tensor):
             return []

@@ -187,10 +187,10 @@ class TensorOperators:
             return self._resize(target, tuple(shape))
         to_device = torch.as_strided(target._inner, target._meta.shape, target._meta.stride, target._inner.storage_offset())
         info.run(to_device, *args[1:], **kwargs)
-        self._become(target, to_device)
+        self._replace_storage(target, to_device)
         return target
 
-    def _become(self, target: SimTensor, inner: Tensor) -> None:
+    def _replace_storage(self, target: SimTensor, inner: Tensor) -> None:
         target._inner, target._meta, target._seen = inner, meta_of(inner), None
         with torch._C._DisableTorchDispatch():
             torch.ops.aten.as_strided_.default(target, inner.shape, inner.stride(), inner.storage_offset())
@@ -236,7 +236,9 @@ class TensorOperators:
                 f"resize_ to {shape} needs {meta.extent} bytes, the storage has {target._alloc.nbytes}: memory of the "
                 "simulated device can't grow; allocate a tensor of that shape"
             )
-        self._become(target, torch.as_strided(target._inner, meta.shape, meta.stride, target._inner.storage_offset()))
+        self._replace_storage(
+            target, torch.as_strided(target._inner, meta.shape, meta.stride, target._inner.storage_offset())
+        )
         return target
 
     # -- copies ----------------------------------------------------------------------------------------------------------

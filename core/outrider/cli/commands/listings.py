@@ -167,10 +167,10 @@ def _cell(value: object) -> str:
 
 def _declared(capabilities: object) -> str:
     assert isinstance(capabilities, dict)
-    return ", ".join(_said(key, value) for key, value in capabilities.items() if value)
+    return ", ".join(_format_entry(key, value) for key, value in capabilities.items() if value)
 
 
-def _said(key: str, value: object) -> str:
+def _format_entry(key: str, value: object) -> str:
     if isinstance(value, bool):
         return key
     return f"{key} {' '.join(value)}" if isinstance(value, list) else f"{key} {value}"

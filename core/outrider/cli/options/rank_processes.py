@@ -389,7 +389,7 @@ class _Processes:
                     last = self._key_value_store.last_progress(stopped)
                     self._key_value_store.publish_failure(f"rank {stopped} hangs: a signal has stopped its process; {last}")
                 if lost is not None or self._key_value_store.failure is not None:
-                    return self._lost(lost)
+                    return self._report_lost_rank(lost)
                 time.sleep(_POLL_S)
         except Stopped as asked:
             self._started[0].send_signal(signal.SIGTERM if str(asked) == "terminated" else signal.SIGINT)
@@ -398,9 +398,9 @@ class _Processes:
                 return self._reported()
             raise
         lost = next((rank for rank, process in enumerate(self._started) if process.returncode), None)
-        return self._reported() if lost is None else self._lost(lost)
+        return self._reported() if lost is None else self._report_lost_rank(lost)
 
-    def _lost(self, rank: int | None) -> CommandReport:
+    def _report_lost_rank(self, rank: int | None) -> CommandReport:
         """End the ranks after a failure of ``rank``, and return the report of rank 0 or raise :class:`RanksFailed`."""
         from outrider.engine.ranks.records import RanksFailed
 

@@ -53,7 +53,7 @@ class DecisionLog:
         """Return the policy that chooses the draft lengths that the leading rank chooses with ``policy``."""
         return policy
 
-    def limited(self, timeout_s: float | None) -> float | None:
+    def wait_limit(self, timeout_s: float | None) -> float | None:
         """Return the time limit in seconds of each host wait, for an engine whose limit is ``timeout_s``: here unchanged.
 
         The engine calls this after the warm-up, because a compilation may take longer than the limit.
@@ -181,7 +181,7 @@ class RankedDecisionLog(DecisionLog):
         """Return ``policy`` on the leading rank, and the policy that repeats its choices on a follower."""
         return policy if self.leads else ReplicatedLength(policy.lengths, self)
 
-    def limited(self, timeout_s: float | None) -> float | None:
+    def wait_limit(self, timeout_s: float | None) -> float | None:
         """Return the time limit in seconds of each host wait: the smaller of ``timeout_s`` and the ranks' time limit, after
         which a rank counts as lost.
         """

@@ -151,7 +151,7 @@ def _format(kind: Any) -> _FieldFormat | None:
     if kind is Tensor:
         return _FieldFormat(Tensor, (dict,), _write_tensor, _read_tensor)
     if origin is Literal:
-        check = _among(arguments)
+        check = _one_of(arguments)
         return _FieldFormat(str, (str,), check, check)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _FieldFormat(kind, (str,), lambda value, _: value.value, _member_of(kind))
@@ -338,7 +338,7 @@ def _read_float(plain: Any, blobs: Sequence[bytes]) -> Any:
     return plain
 
 
-def _among(words: Sequence[str]) -> Callable[[Any, Any], str]:
+def _one_of(words: Sequence[str]) -> Callable[[Any, Any], str]:
     def check(value: Any, _: Any) -> str:
         if value not in words:
             raise _WrongFieldError(f"is {shown(value)}; expected one of {', '.join(map(repr, words))}")

@@ -294,7 +294,7 @@ class Request:
         return float((1.0 - 1.0 / acceptance_length) ** self._missing_tokens)
 
     @property
-    def urgency(self) -> tuple[int, int]:
+    def scheduling_key(self) -> tuple[int, int]:
         """The sort key that puts urgent requests first: higher priority, then earlier arrival."""
         return (-self.priority, self.id)
 

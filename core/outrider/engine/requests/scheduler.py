@@ -108,7 +108,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Insert ``request`` into the queue of waiting requests, which is sorted by urgency."""
-        bisect.insort(self._waiting, request, key=lambda r: r.urgency)
+        bisect.insort(self._waiting, request, key=lambda r: r.scheduling_key)
 
     def drop_waiting(self, request: Request) -> None:
         """Remove ``request`` from the queue and free its reserved pages. Does nothing if it isn't queued."""
@@ -379,7 +379,7 @@ class Scheduler:
                 self._append(request, page)
             while len(request.pages) < needed:
                 self._append(request, self.pages.allocate())
-            bisect.insort(self._running, request, key=lambda r: r.urgency)
+            bisect.insort(self._running, request, key=lambda r: r.scheduling_key)
             admitted.append(request)
         return tuple(admitted)
 

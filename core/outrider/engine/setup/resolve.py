@@ -99,9 +99,11 @@ def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> 
     near = next((dtype for dtype in (*_WIDER[own], *candidates) if dtype in (preferred or capabilities.dtypes)), None)
     if preferred:
         assert near is not None
-        return Choice("dtype", _NAMES[near], f"{says}, and the device's own kernels run in {_listed(preferred)}")
+        return Choice("dtype", _NAMES[near], f"{says}, and the device's own kernels run in {_format_dtypes(preferred)}")
     if near is None:
-        raise ConfigError(f"{says}, and the device computes in {_listed(capabilities.dtypes)}; name one of these as dtype")
+        raise ConfigError(
+            f"{says}, and the device computes in {_format_dtypes(capabilities.dtypes)}; name one of these as dtype"
+        )
     return Choice("dtype", _NAMES[near], f"{says}, in which the device doesn't compute")
 
 
@@ -376,6 +378,6 @@ def _check_rest_of_host(share: float, memory: CacheMemory, work: int) -> None:
         )
 
 
-def _listed(dtypes: frozenset[torch.dtype] | tuple[torch.dtype, ...]) -> str:
+def _format_dtypes(dtypes: frozenset[torch.dtype] | tuple[torch.dtype, ...]) -> str:
     names = [_NAMES[dtype] for dtype in dtypes if dtype in _NAMES]
     return ", ".join(names if isinstance(dtypes, tuple) else sorted(names)) or "none that is known"

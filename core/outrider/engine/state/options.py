@@ -239,9 +239,11 @@ class Masks:
         """Copy the draft tokens, and the parents of a tree, to pinned ring entry ``entry`` on ``stream``."""
         tokens, parents = self._tokens_ring[entry], self._parents_ring[entry]
         self._generations[entry] = tokens.renew(), parents.renew()
-        self._backend.copy_async(_front(tokens.tensor, draft.tokens.shape), draft.tokens, stream=stream)
+        self._backend.copy_async(_leading_part(tokens.tensor, draft.tokens.shape), draft.tokens, stream=stream)
         if draft.tree is not None:
-            self._backend.copy_async(_front(parents.tensor, draft.tree.parents.shape), draft.tree.parents, stream=stream)
+            self._backend.copy_async(
+                _leading_part(parents.tensor, draft.tree.parents.shape), draft.tree.parents, stream=stream
+            )
 
     def upload_draft_masks(
         self, requests: Sequence[Request], drafted: int, entry: int, copied: Fence, stream: Stream
@@ -255,9 +257,9 @@ class Masks:
         if drafted:
             copied.wait_host()
             generations = self._generations[entry]
-            tokens = _front(self._tokens_ring[entry].read_generation(generations[0]), (count, drafted)).tolist()
+            tokens = _leading_part(self._tokens_ring[entry].read_generation(generations[0]), (count, drafted)).tolist()
             if self._is_tree:
-                parents = _front(self._parents_ring[entry].read_generation(generations[1]), (count, width)).tolist()
+                parents = _leading_part(self._parents_ring[entry].read_generation(generations[1]), (count, width)).tolist()
         masks = torch.full((count, width, self._words), ALLOW_ALL_WORD, dtype=torch.int32)
         for index, request in enumerate(requests):
             if request.guidance is not None and not request.finished:
@@ -279,7 +281,7 @@ class Masks:
 
     def _upload(self, masks: Tensor, pinned: PinnedBuffer, device: Tensor, stream: Stream) -> Tensor:
         pinned.renew()
-        source, target = _front(pinned.tensor, masks.shape), _front(device, masks.shape)
+        source, target = _leading_part(pinned.tensor, masks.shape), _leading_part(device, masks.shape)
         source.copy_(masks)
         self._backend.copy_async(target, source, stream=stream)
         return target
@@ -298,7 +300,7 @@ def _ring(backend: Backend, name: str, entries: int, shape: tuple[int, ...], dty
     return [backend.empty_pinned(f"{name}[{entry}]", shape, dtype) for entry in range(entries)]
 
 
-def _front(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def _leading_part(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the first elements of ``tensor`` in the smaller shape of a batch."""
     count = 1
     for size in shape:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, HostParam, KernelSet, Recompute, SpeculativeSync, Stream
 from outrider.engine.state.buffers import DecodeInputs, ExtendPlan, PathInputs, VerifyInputs, VerifyOutputs
-from outrider.model import LanguageModel, attention_shapes, speculative_positions
+from outrider.model import LanguageModel, speculative_positions
 from outrider.speculative.proposer import Draft, HostSeqLens, Proposer, slots_of
 
 
@@ -166,7 +166,7 @@ class AttentionPlans:
         self._kernels = model.kernels
         self.plans_on_host = model.kernels.plans_on_host
         """True if the kernels need exact lengths on the host for planning."""
-        target = attention_shapes(model.config, model.dtype, page_size=page_size)
+        target = model.config.attention_shapes(model.dtype, page_size=page_size)
         draft = proposer.attention_shapes(page_size)
         both = tuple(dict.fromkeys((*target, *draft)))
         # Draft-extend processes the accepted path of a tree, but the whole verified chain.

@@ -182,7 +182,7 @@ class LogprobBuffers:
         rows[..., : 1 + count] = values.contiguous().view(torch.int32)
         rows[..., 1 + self._max_likeliest : 1 + self._max_likeliest + count] = ids.to(torch.int32)
 
-    def share(self, forward: Stream) -> None:
+    def gather_groups(self, forward: Stream) -> None:
         """Gather the rows of all data-parallel groups, on the forward stream."""
         if self._data is not None:
             self._data.all_gather(self._shared, self._device, stream=forward)
@@ -344,7 +344,7 @@ class Results:
         if self._data is not None and self._all_groups is not None:
             self._data.all_gather(self._all_groups, self._device, stream=forward)
             if _wants_logprobs(batch):
-                self._logprobs.share(forward)
+                self._logprobs.gather_groups(forward)
         self._outgoing.copy_on_device(entry)
         if _wants_logprobs(batch):
             self._logprobs.copy_on_device(entry)
@@ -355,21 +355,21 @@ class Results:
         logprobs = self._logprobs.copy_out(entry, stream) if _wants_logprobs(batch) else None
         return PendingResult(batch, entry, generation, logprobs, dict(self._host_failures))
 
-    def read_results(self, ticket: PendingResult, copied: Fence) -> tuple[HostResults, ...]:
+    def read_results(self, pending: PendingResult, copied: Fence) -> tuple[HostResults, ...]:
         """Wait on the host for the fence of a copy, and return the results of each data-parallel group."""
         copied.wait_host()
-        on_host = self._outgoing.read_entry(ticket.entry, ticket.generation)
+        on_host = self._outgoing.read_entry(pending.entry, pending.generation)
         if self._data is None:
-            return (self._host_results(ticket, ticket.batch, 0, on_host.tolist()),)
-        groups = range(self._data.size) if ticket.batch.global_batch is not None else (self._data.rank,)
+            return (self._host_results(pending, pending.batch, 0, on_host.tolist()),)
+        groups = range(self._data.size) if pending.batch.global_batch is not None else (self._data.rank,)
         return tuple(
-            self._host_results(ticket, batch, group, on_host[group].tolist())
-            for group, batch in zip(groups, ticket.batch.group_batches, strict=True)
+            self._host_results(pending, batch, group, on_host[group].tolist())
+            for group, batch in zip(groups, pending.batch.group_batches, strict=True)
         )
 
-    def _host_results(self, ticket: PendingResult, batch: Batch, group: int, rows: list[list[int]]) -> HostResults:
+    def _host_results(self, pending: PendingResult, batch: Batch, group: int, rows: list[list[int]]) -> HostResults:
         is_own = self._data is None or group == self._data.rank
-        failures = ticket.host_failures if is_own else {}
+        failures = pending.host_failures if is_own else {}
         request_rows = [(i, request.id) for i, request in enumerate(batch.decode)]
         request_rows += [(self._max_requests + i, chunk.request.id) for i, chunk in enumerate(batch.prefill)]
         bad = {
@@ -383,25 +383,27 @@ class Results:
                 )
         decoded = tuple(tuple(rows[i][1 : rows[i][0] + 2]) for i in range(len(batch.decode)))
         firsts = tuple(rows[self._max_requests + i][1] if chunk.is_final else None for i, chunk in enumerate(batch.prefill))
-        logprobs = self._read_logprobs(ticket, batch, group, decoded, firsts)
+        logprobs = self._read_logprobs(pending, batch, group, decoded, firsts)
         return HostResults(decoded, firsts, logprobs, {request: values for request, values in bad.items() if values})
 
     def _read_logprobs(
         self,
-        ticket: PendingResult,
+        pending: PendingResult,
         batch: Batch,
         group: int,
         decoded: tuple[tuple[int, ...], ...],
         firsts: tuple[int | None, ...],
     ) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        if ticket.logprobs is None:
+        if pending.logprobs is None:
             return {}
         emitted = [(row, request, decoded[row]) for row, request in enumerate(batch.decode)]
         for index, (chunk, first) in enumerate(zip(batch.prefill, firsts, strict=True)):
             if first is not None:
                 emitted.append((self._max_requests + index, chunk.request, (first,)))
         return {
-            request.id: self._logprobs.read_entry(ticket.entry, ticket.logprobs, row, tokens, request.params.logprobs, group)
+            request.id: self._logprobs.read_entry(
+                pending.entry, pending.logprobs, row, tokens, request.params.logprobs, group
+            )
             for row, request, tokens in emitted
             if request.params.logprobs is not None
         }

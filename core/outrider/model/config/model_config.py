@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.device import ConfigError
+from outrider.device import AttentionShape, ConfigError
 from outrider.model.config.rope import RopeConfig
 
 
@@ -278,6 +278,26 @@ class ModelConfig:
             return self.intermediate_size
         mixed = experts.per_token * experts.intermediate_size + experts.shared_size
         return max(mixed, self.intermediate_size if experts.dense_layers else 0)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor by which attention multiplies the dot products of queries and keys."""
+        return float(self.head_size**-0.5)
+
+    def attention_shapes(self, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
+        """Return the attention shapes of the layers, without duplicates, for queries of ``dtype``."""
+        return tuple(
+            AttentionShape(
+                heads=self.num_heads,
+                kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                page_size=page_size,
+                dtype=dtype,
+                scale=self.attention_scale,
+                window=window,
+            )
+            for window in dict.fromkeys(self.windows)
+        )
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

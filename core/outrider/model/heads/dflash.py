@@ -94,7 +94,7 @@ class DFlashHead(BaseDraftHead):
         config, kernels = self.config, self.kernels
         fused = linear(kernels, side_by_side(aux_hidden_states), self.weights.fusion)
         text = kernels.rms_norm(fused, self.weights.hidden_norm, config.rms_eps)
-        cos_sin = self._rotary.gather(positions, prompt_lens)
+        cos_sin = self._rotary(positions, prompt_lens)
         for weights, pages in zip(self.weights.layers, cache.layers, strict=True):
             assert weights.k_norm is not None  # every DFlash layer has one
             norms = HeadNorms(weights.k_norm, weights.k_norm, config.rms_eps)
@@ -107,7 +107,7 @@ class DFlashHead(BaseDraftHead):
         ``inputs.slots`` follow the slots of the text, whose keys and values :meth:`write_text_cache` has written.
         ``inputs.attention`` holds a mask by which a block sees itself (:class:`~outrider.device.AttentionMetadata`).
         """
-        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
         table = self.weights.embedding
         embedded = self.target.embed(inputs.tokens) if table is None else self.target.embed_from_table(inputs.tokens, table)
         causal_inputs = replace(inputs, attention=replace(inputs.attention, tree_mask=None))

@@ -12,7 +12,7 @@ from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.layer import create_layer
+from outrider.model.layers.layer import create_layers
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.rotary import make_rotary
 
@@ -44,10 +44,7 @@ class BaseDraftHead:
         """The model whose output head drafts are sampled with: the target, or a copy of the target with a smaller head."""
         self.kernels = target.kernels
         self._head, self._ids = head, ids
-        self._layers = tuple(
-            create_layer(config, layer, self.kernels, window=window, ranks=target.ranks)
-            for layer, window in zip(layers, config.windows, strict=True)
-        )
+        self._layers = create_layers(config, layers, self.kernels, target.ranks)
         context = max(config.max_context, target.config.max_context)
         self._rotary = make_rotary(
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device

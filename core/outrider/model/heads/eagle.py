@@ -58,7 +58,7 @@ class EagleHead(BaseDraftHead):
         ``inputs.tokens`` are one position ahead of ``hidden`` [T, H]; ``inputs.positions`` are the positions of ``hidden``.
         ``cache`` is the head's own KV cache.
         """
-        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
         x = ResidualStream(self.kernels, self._fuse(inputs.tokens, hidden))
         return self._forward_layers(x, inputs, cos_sin, cache).add()
 
@@ -149,7 +149,7 @@ class Eagle3Head(BaseDraftHead):
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         embedding_norm = weights.layers[0].attention_norm
         assert embedding_norm is not None  # every EAGLE-3 head has one
-        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
         embedded = kernels.rms_norm(self.target.embed_from_table(inputs.tokens, weights.embedding), embedding_norm, eps)
         normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         rows = normed if self._norm_before_residual else hidden.clone()

@@ -78,7 +78,7 @@ class MtpHead(BaseDraftHead):
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
-        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
         embedded = kernels.rms_norm(self.target.embed_inputs(inputs), weights.token_norm, eps)
         states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         joined = (embedded, states) if self._embedding_first else (states, embedded)

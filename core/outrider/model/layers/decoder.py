@@ -22,7 +22,7 @@ from outrider.model.config.shapes import decoder_shape
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide
-from outrider.model.layers.layer import RecurrentLayer, create_layer
+from outrider.model.layers.layer import RecurrentLayer, create_layers
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import ModelRanks
 from outrider.model.layers.rotary import make_rotary
@@ -58,10 +58,7 @@ class Decoder(LanguageModel):
         self._rotary = make_rotary(
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
-        self._layers = tuple(
-            create_layer(config, layer, kernels, window=window, ranks=ranks, index=index)
-            for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True))
-        )
+        self._layers = create_layers(config, weights.layers, kernels, ranks)
 
     @property
     def embedding(self) -> Tensor:
@@ -99,7 +96,7 @@ class Decoder(LanguageModel):
         missing = [layer for layer in layers if not 0 <= layer <= len(self._layers)]
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
-        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
         x = ResidualStream(self.kernels, self.embed_inputs(inputs))
         features = () if inputs.embeddings is None else inputs.embeddings.split(self.config.hidden_size, dim=1)
         if self.config.rope.query_beta:

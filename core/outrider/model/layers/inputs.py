@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet
+from outrider.device import (
+    AttentionMetadata,
+    AttentionTokens,
+    ConfigError,
+    KernelSet,
+    LayerRows,
+    RecurrentBatch,
+    RecurrentTokens,
+    RotaryArgs,
+)
+from outrider.model.layers.cache import LayerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +119,6 @@ class ForwardInput:
         """The batch without a selection of rows, as all layers but the last process it."""
         return self if self.kept is None else replace(self, kept=None)
 
-    @property
-    def kept_index(self) -> Tensor | None:
-        """int64 [S]: indices of the kept rows; None if all rows are kept."""
-        return None if self.kept is None else self.kept.index
-
     def select_rows(self, state: Tensor, kernels: KernelSet) -> Tensor:
         """Return the kept rows [S, ...] of ``state`` [T, ...], or ``state`` itself if all rows are kept."""
         return state if self.kept is None else kernels.gather_rows(state, self.kept.index)
@@ -121,3 +126,31 @@ class ForwardInput:
     def after_first_layer(self) -> ForwardInput:
         """Return the batch for all layers after the first one: its attention metadata is ``settled``."""
         return replace(self, attention=replace(self.attention, settled=True))
+
+    def attention_tokens(
+        self, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], captured: tuple[Tensor, ...] = ()
+    ) -> AttentionTokens:
+        """Return the tokens of an attention block, for the rotation ``cos_sin`` and the keys and values ``cache``.
+
+        Each tensor [T, H] of ``captured`` receives the block's complete input.
+        """
+        attention = self.attention if self.kept is None else self.kept.attention
+        rotary = RotaryArgs(*cos_sin, *cache, self.slots)
+        return AttentionTokens(attention, rotary, self._layer_rows(captured), self.query_scales)
+
+    def recurrent_tokens(self, state: LayerState, captured: tuple[Tensor, ...] = ()) -> RecurrentTokens:
+        """Return the tokens and states of a recurrent block; ``captured`` as in :meth:`attention_tokens`.
+
+        Raises :class:`ConfigError` for a pass without states.
+        """
+        states, attention = self.states, self.attention
+        if states is None:
+            raise ConfigError("a model with recurrent layers was called without the rows of its states (ForwardInput.states)")
+        operands = states.rows, attention.query_start, attention.seq_lens, attention.max_query
+        batch = RecurrentBatch(*operands, settled=attention.settled, uniform=attention.uniform)
+        return RecurrentTokens(
+            batch, *state, self._layer_rows(captured), decodes=states.decodes, counts=states.counts, window=states.window
+        )
+
+    def _layer_rows(self, captured: tuple[Tensor, ...]) -> LayerRows:
+        return LayerRows(None if self.kept is None else self.kept.index, captured)

@@ -6,6 +6,7 @@ Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +27,6 @@ from outrider.device import (
 from outrider.device.kernels.weights import label
 from outrider.model.config.model_config import ModelConfig, RecurrentConfig
 from outrider.model.layers.ranks import ModelRanks
-
-
-def attention_scale(config: ModelConfig) -> float:
-    """Return the factor by which attention multiplies the dot products of queries and keys."""
-    return float(config.head_size**-0.5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +90,22 @@ class LayerWeights:
     """Format of the layer's KV pages. None means the model's dtype."""
 
 
+def layer_blocks(
+    config: ModelConfig, weights: LayerWeights, window: int, ranks: ModelRanks, index: int
+) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    """Return the two halves of layer ``index``, each as the name of its kernel and the block.
+
+    Raises :class:`ConfigError` if the config or the formats of the weights don't fit the layer's kind.
+    """
+    if weights.recurrent is None or config.recurrent is None:
+        mixer: tuple[str, Any] = "attention_block", attention_block(config, weights, window, ranks)
+    else:
+        mixer = "recurrent_block", recurrent_block(config, config.recurrent, weights, weights.recurrent, ranks)
+    if weights.router is None:
+        return mixer, ("mlp_block", mlp_block(config, weights, ranks))
+    return mixer, ("experts_block", experts_block(config, weights, weights.router, ranks, index))
+
+
 def attention_block(config: ModelConfig, weights: LayerWeights, window: int, ranks: RankBoundary) -> AttentionBlock:
     """Return the attention block of a layer; ``config`` has the number of heads of this rank."""
     norms = None
@@ -106,7 +118,7 @@ def attention_block(config: ModelConfig, weights: LayerWeights, window: int, ran
         qkv_bias=weights.qkv_bias,
         output=weights.output,
         output_bias=weights.output_bias,
-        scale=attention_scale(config),
+        scale=config.attention_scale,
         window=window,
         head_norms=norms,
         gated=config.attention_gate,

@@ -4,7 +4,6 @@ dimensions of a head, P positions of the table.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -22,12 +21,11 @@ _Angles = Callable[[Tensor, Tensor | None], Tensor]
 """Function from int64 positions [T] (or [3, T]) and prompt lengths [T] (or None) to the float32 angles [T, D/2]."""
 
 
-class Rotary(ABC):
-    """Rotary angles of one model. Enqueues on the current stream, supports capture, and reads nothing on the host."""
+Rotary = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""Function from int64 positions [T] (or [3, T]) and prompt lengths [T] (or None) to cosines and sines [T, D].
 
-    @abstractmethod
-    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [T, D] of int64 ``positions`` [T] (or [3, T]); see :class:`ForwardInput`."""
+It enqueues on the current stream, supports capture, and reads nothing on the host.
+"""
 
 
 def make_rotary(
@@ -47,40 +45,29 @@ def make_rotary(
     elif rows * 2 * rope.rotated_size(head_size) * dtype.itemsize > _MAX_TABLE_BYTES:
         angles = _angles(rope, head_size, device)
     else:
-        return _TableRotary(rope, head_size, rows, kernels, dtype, device)
-    return _ComputedRotary(angles, rope.amplitude, dtype)
+        return _table_rotary(rope, head_size, rows, kernels, dtype, device)
+    return lambda positions, prompt_lens: _cos_sin(angles(positions, prompt_lens), rope.amplitude, dtype)
 
 
-class _TableRotary(Rotary):
-    """Rotary angles of every position, computed once in float32 and stored in the model's dtype."""
+def _table_rotary(
+    rope: RopeConfig, head_size: int, rows: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
+) -> Rotary:
+    """Return the function that looks up angles, computed once in float32 for every position and stored in ``dtype``."""
+    frequencies = inverse_frequencies(rope, head_size)
+    table = torch.empty(rows, 4 * frequencies.shape[0], dtype=dtype)
+    for begin in range(0, rows, _ROWS_PER_CHUNK):
+        positions = torch.arange(begin, min(begin + _ROWS_PER_CHUNK, rows), dtype=torch.float32)
+        # Cosines and sines are side by side, so that one gather reads both.
+        cos_sin = _cos_sin(positions.unsqueeze(1) * frequencies, rope.amplitude, dtype)
+        torch.cat(cos_sin, dim=1, out=table[begin : begin + _ROWS_PER_CHUNK])
+    on_device = table.to(device)
 
-    def __init__(
-        self, rope: RopeConfig, head_size: int, rows: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._kernels = kernels
-        frequencies = inverse_frequencies(rope, head_size)
-        table = torch.empty(rows, 4 * frequencies.shape[0], dtype=dtype)
-        for begin in range(0, rows, _ROWS_PER_CHUNK):
-            positions = torch.arange(begin, min(begin + _ROWS_PER_CHUNK, rows), dtype=torch.float32)
-            # Cosines and sines are side by side, so that one gather reads both.
-            cos_sin = _cos_sin(positions.unsqueeze(1) * frequencies, rope.amplitude, dtype)
-            torch.cat(cos_sin, dim=1, out=table[begin : begin + _ROWS_PER_CHUNK])
-        self._cos_sin = table.to(device)
-
-    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def gather(positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         del prompt_lens
-        cos, sin = self._kernels.gather_rows(self._cos_sin, positions).chunk(2, dim=1)
+        cos, sin = kernels.gather_rows(on_device, positions).chunk(2, dim=1)
         return cos, sin
 
-
-class _ComputedRotary(Rotary):
-    """Rotary angles that ``angles`` computes in float32 for each forward pass."""
-
-    def __init__(self, angles: _Angles, amplitude: float, dtype: torch.dtype) -> None:
-        self._angles, self._amplitude, self._dtype = angles, amplitude, dtype
-
-    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _cos_sin(self._angles(positions, prompt_lens), self._amplitude, self._dtype)
+    return gather
 
 
 def _angles(rope: RopeConfig, head_size: int, device: torch.device) -> _Angles:

@@ -92,7 +92,7 @@ class Inbox:
         self.keys.add(key)
         self._waiting_for_admission.add(key)
 
-    def _put(self, output: SampleOutput) -> None:
+    def _queue_output(self, output: SampleOutput) -> None:
         self._outputs.append(output)
         self._wake_reader()
 
@@ -221,7 +221,7 @@ class EngineClient(ABC):
                     if self._ready is not None and not self._ready.done():
                         self._ready.set_result(event)
                 case EngineFailed(message):
-                    self._gone(EngineGone(message))
+                    self._end_open_requests(EngineGone(message))
 
     def _deliver(self, output: SampleOutput) -> None:
         request = self._open.get(output.key)
@@ -233,9 +233,9 @@ class EngineClient(ABC):
             if request.num_running == 0:
                 del self._open[output.key]
                 request.inbox.keys.discard(output.key)
-        request.inbox._put(output)
+        request.inbox._queue_output(output)
 
-    def _gone(self, error: EngineGone, *, expected: bool = False) -> None:
+    def _end_open_requests(self, error: EngineGone, *, expected: bool = False) -> None:
         """Record that the engine has ended, and make the callers of all open requests raise ``error``.
 
         A second error is ignored. If the end is ``expected``, the listeners aren't called.
@@ -275,7 +275,7 @@ class DecodeServers(EngineClient):
 
     async def close(self) -> None:
         """Close the connections, which makes the servers abort the open requests."""
-        self._gone(EngineGone("the connections to the decode servers were closed"), expected=True)
+        self._end_open_requests(EngineGone("the connections to the decode servers were closed"), expected=True)
         if self._ticker is not None:
             self._ticker.cancel()
             asyncio.get_running_loop().remove_reader(self._client.fileno())

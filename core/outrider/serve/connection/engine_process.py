@@ -196,7 +196,7 @@ class EngineThread(EngineClient):
 
     async def close(self) -> None:
         """Send :class:`StopEngine` to the thread and wait until it has ended."""
-        self._gone(EngineGone("the engine was closed"), expected=True)
+        self._end_open_requests(EngineGone("the engine was closed"), expected=True)
         if self._thread.ident is not None:
             self._commands.put(StopEngine())
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
@@ -281,7 +281,7 @@ class EngineProcess(EngineClient):
         """Send :class:`StopEngine` to rank 0, and wait until all children have exited. A child that doesn't exit in time is
         killed.
         """
-        self._gone(EngineGone("the engine was closed"), expected=True)
+        self._end_open_requests(EngineGone("the engine was closed"), expected=True)
         if self._process is not None:
             if self._transport is not None and not self._transport.is_closing():
                 self._send(StopEngine())
@@ -337,7 +337,7 @@ class EngineProcess(EngineClient):
         await asyncio.get_running_loop().run_in_executor(None, self._process.join, 1.0)
         code = self._process.exitcode
         how = "hung up" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._gone(EngineGone(f"the engine's process {how}"))
+        self._end_open_requests(EngineGone(f"the engine's process {how}"))
 
 
 class _EventProtocol(asyncio.Protocol):

@@ -14,9 +14,12 @@ import triton.language as tl
 from outrider_triton.attention.jit.paged import (
     attend,
     cache_positions,
+    empty_sums,
     keys_and_values,
     load_queries,
     program_share,
+    store_rows,
+    store_sums,
     visible_positions,
     zero_padding,
 )
@@ -101,9 +104,7 @@ def exact_attention(
     """
     begin(PDL)
     kv_heads = heads // GROUP
-    sequence = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
-    own_chunk = tl.program_id(2)
+    sequence, kv_head, own_chunk = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads, tl.program_id(2)
     QUERIES: tl.constexpr = BLOCK_ROWS // GROUP
     first, count, context, low, high = program_share(query_start, seq_lens, kv_heads, TREE, WINDOW, 1, QUERIES, BLOCK_KV)
     begin_query = tl.program_id(0) * QUERIES
@@ -116,42 +117,30 @@ def exact_attention(
         query_index, token, head, row_mask, queries = load_queries(
             q, first, count, begin_query, kv_head, q_token, q_head, size, GROUP, BLOCK_ROWS, BLOCK_SIZE
         )
-        best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-        acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
-        chunk = own_chunk
-        start = chunk_start(chunk, CHUNK)
-        end = high
-        if SHARED:
-            end = tl.minimum(chunk_start(chunk + 1, CHUNK), high)
+        best, total, acc = empty_sums(BLOCK_ROWS, BLOCK_SIZE)
+        chunk, start = own_chunk, chunk_start(own_chunk, CHUNK)
+        end = tl.minimum(chunk_start(chunk + 1, CHUNK), high) if SHARED else high
         while start < end:
             chunk += 1
             next_start = chunk_start(chunk, CHUNK)
-            chunk_best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
-            chunk_total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-            chunk_acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
+            sums = empty_sums(BLOCK_ROWS, BLOCK_SIZE)
             for at in range(tl.maximum(start, low), tl.minimum(next_start, end), BLOCK_KV):
                 new, inside, slot = cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
                 keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, inside, q.dtype.element_ty)
                 visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
-                chunk_best, chunk_total, chunk_acc = attend(
-                    queries, keys, values, visible, scale, chunk_best, chunk_total, chunk_acc
-                )
-            best, total, acc = _merge(best, total, acc, chunk_best, chunk_total, chunk_acc)
+                sums = attend(queries, keys, values, visible, scale, *sums)
+            best, total, acc = _merge(best, total, acc, *sums)
             start = next_start
 
         place = token * heads + head
-        mask = row_mask[:, None] & (lane[None, :] < size)
         if SHARED:
             if end == high:
                 tl.store(counts + place, tl.zeros([BLOCK_ROWS], dtype=tl.int32) + chunk, mask=row_mask)
             place = place * chunks + own_chunk
-            tl.store(parts + place[:, None] * size + lane[None, :], acc, mask=mask)
-            tl.store(stats + place * 2, best, mask=row_mask)
-            tl.store(stats + place * 2 + 1, total, mask=row_mask)
+            store_rows(parts, place, lane, size, acc, row_mask)
+            store_sums(stats, place, best, total, row_mask)
         else:
-            result = _quotient(acc, total).to(out.dtype.element_ty)
-            tl.store(out + place[:, None] * size + lane[None, :], result, mask=mask)
+            store_rows(out, place, lane, size, _quotient(acc, total).to(out.dtype.element_ty), row_mask)
 
 
 @triton.jit(do_not_specialize=["batch", "chunks"])
@@ -167,9 +156,7 @@ def merge_chunks(
     one = tl.arange(0, 1)
     if tl.program_id(0) < tl.load(query_start + batch):
         count = tl.load(counts + place)
-        best = tl.full([1], -float("inf"), dtype=tl.float32)
-        total = tl.zeros([1], dtype=tl.float32)
-        acc = tl.zeros([1, BLOCK_SIZE], dtype=tl.float32)
+        best, total, acc = empty_sums(1, BLOCK_SIZE)
         for first in range(0, count, _LOADED_AT_ONCE):
             for index in tl.static_range(_LOADED_AT_ONCE):
                 part = place * chunks + first + index

@@ -71,6 +71,14 @@ def keys_and_values(k_cache, v_cache, slot, lane, size, which, TYPE: tl.constexp
 
 
 @triton.jit
+def _add_new(old_keys, old_values, k_cache, v_cache, slot, lane, size, new, inside):
+    """Load the keys and values of a block's new tokens, and return them with those of the context, loaded before."""
+    is_old = inside & (new < 0)
+    keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, inside & (new >= 0), old_keys.dtype)
+    return tl.where(is_old[None, :], old_keys, keys), tl.where(is_old[:, None], old_values, values)
+
+
+@triton.jit
 def visible_positions(
     new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW: tl.constexpr, TREE: tl.constexpr
 ):
@@ -153,6 +161,27 @@ def attend(queries, keys, values, visible, scale, best, total, acc):
     return higher, total, acc
 
 
+@triton.jit
+def empty_sums(ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Return the maximum, sum and weighted values of ROWS rows that have attended to no position."""
+    best = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    return best, tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS, SIZE], dtype=tl.float32)
+
+
+@triton.jit
+def store_rows(out, place, lane, size, result, mask):
+    """Store ``result`` [BLOCK_ROWS, BLOCK_SIZE] to the rows ``place`` of ``out`` [rows, size] where ``mask``."""
+    own = out + place[:, None] * size + lane[None, :]
+    tl.store(own, result.to(out.dtype.element_ty), mask=mask[:, None] & (lane[None, :] < size))
+
+
+@triton.jit
+def store_sums(stats, place, best, total, mask):
+    """Store maxima and sums of the rows ``place`` to ``stats`` [rows, 2] where ``mask``."""
+    tl.store(stats + place * 2, best, mask=mask)
+    tl.store(stats + place * 2 + 1, total, mask=mask)
+
+
 @triton.jit(do_not_specialize=["tokens", "batch"], do_not_specialize_on_alignment=["seq_lens"])
 def paged_attention(
     q,
@@ -187,51 +216,37 @@ def paged_attention(
     BLOCK_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute attention; one program per (block of queries, sequence and key head, split). Row r of a block is query r //
-    GROUP, head r % GROUP.
+    """Compute attention; one program per (block of queries, sequence and key head, split).
 
-    With splits, a program stores its result to ``parts [token, head, split, size]`` and its maximum and sum to ``stats
-    [token, head, split, 2]``, all float32. A share is one SPLITS-th of *this* sequence's blocks. A program without a block
-    writes a maximum of -inf, and no part.
+    Row r of a block is query r // GROUP, head r % GROUP. A split has one SPLITS-th of *this* sequence's blocks, stores its
+    result to ``parts [token, head, split, size]`` and its maximum and sum to ``stats [token, head, split, 2]``, all float32;
+    without a block, it stores a maximum of -inf and no part.
 
-    SETTLED: the kernels that wrote the lengths, the block table and the cache up to the new tokens have ended (not only
-    begun). A program then reads its first block while the preceding kernel, which computes the queries, still runs.
+    SETTLED: the kernels that wrote lengths, block table and the cache up to the new tokens have ended (not only begun). A
+    program then reads its first block while the preceding kernel, which computes the queries, still runs.
     """
-    if SETTLED:
-        allow_next_kernel(PDL)
-    else:
-        begin(PDL)
+    allow_next_kernel(PDL)
+    if not SETTLED:
+        wait_for_previous_kernel(PDL)
     kv_heads = heads // GROUP
-    sequence = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
-    split = tl.program_id(2)
+    sequence, kv_head, split = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads, tl.program_id(2)
     QUERIES: tl.constexpr = BLOCK_ROWS // GROUP
     first, count, context, low, high = program_share(query_start, seq_lens, kv_heads, TREE, WINDOW, SPLITS, QUERIES, BLOCK_KV)
-    begin_query = tl.program_id(0) * QUERIES
-    lane = tl.arange(0, BLOCK_SIZE)
-    has_tokens = low < high
+    lane, begin_query, has_tokens = tl.arange(0, BLOCK_SIZE), tl.program_id(0) * QUERIES, low < high
     table = block_table + sequence.to(tl.int64) * table_width
     if SETTLED:
         new, inside, slot = cache_positions(table, low, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
-        is_old = inside & (new < 0)
-        old_keys, old_values = keys_and_values(k_cache, v_cache, slot, lane, size, is_old, q.dtype.element_ty)
+        old_keys, old_values = keys_and_values(k_cache, v_cache, slot, lane, size, inside & (new < 0), q.dtype.element_ty)
         wait_for_previous_kernel(PDL)
-
     if (sequence == batch - 1) & (tl.program_id(0) == 0):
         zero_padding(out, first + count + split, tokens, SPLITS, heads, kv_head, size, GROUP, BLOCK_SIZE)
-
     if begin_query < count:
         query_index, token, head, row_mask, queries = load_queries(
             q, first, count, begin_query, kv_head, q_token, q_head, size, GROUP, BLOCK_ROWS, BLOCK_SIZE
         )
-        best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-        acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
+        best, total, acc = empty_sums(BLOCK_ROWS, BLOCK_SIZE)
         if SETTLED:
-            is_new = inside & (new >= 0)
-            keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, is_new, q.dtype.element_ty)
-            keys = tl.where(is_old[None, :], old_keys, keys)
-            values = tl.where(is_old[:, None], old_values, values)
+            keys, values = _add_new(old_keys, old_values, k_cache, v_cache, slot, lane, size, new, inside)
             visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
             best, total, acc = attend(queries, keys, values, visible, scale, best, total, acc)
             low += BLOCK_KV
@@ -240,24 +255,14 @@ def paged_attention(
             keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, inside, q.dtype.element_ty)
             visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
             best, total, acc = attend(queries, keys, values, visible, scale, best, total, acc)
-
         place = token * heads + head
         if SPLITS == 1:
-            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            tl.store(
-                out + place[:, None] * size + lane[None, :],
-                acc.to(out.dtype.element_ty),
-                mask=row_mask[:, None] & (lane[None, :] < size),
-            )
+            store_rows(out, place, lane, size, acc / tl.where(total == 0.0, 1.0, total)[:, None], row_mask)
         else:
             place = place * SPLITS + split
-            tl.store(
-                parts + place[:, None] * size + lane[None, :],
-                acc,
-                mask=(row_mask & has_tokens)[:, None] & (lane[None, :] < size),
-            )
-            tl.store(stats + place * 2, best, mask=row_mask)
-            tl.store(stats + place * 2 + 1, total, mask=row_mask)
+            mask = (row_mask & has_tokens)[:, None] & (lane[None, :] < size)
+            tl.store(parts + place[:, None] * size + lane[None, :], acc, mask=mask)
+            store_sums(stats, place, best, total, row_mask)
 
 
 @triton.jit(do_not_specialize=["batch"])

@@ -93,6 +93,95 @@ def _load_blocks(
 
 
 @gluon.jit
+def _zero_padding(
+    out, start, tokens, step, heads, kv_head, size, lane, flat: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr
+):
+    """Store zeros for padding tokens after the last sequence, so that no later kernel reads uninitialised memory.
+
+    The program stores the heads of one group for every ``step``-th token from ``start`` on.
+    """
+    group = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
+    for at in range(start, tokens, step):
+        place = (gl.zeros([ROWS], gl.int64, gl.SliceLayout(1, flat)) + at) * heads + kv_head * GROUP + group
+        address = out + place[:, None] * size + lane[None, :]
+        zeros = gl.zeros([ROWS, lane.shape[0]], out.dtype.element_ty, flat)
+        gl.store(address, zeros, mask=(group < GROUP)[:, None] & (lane < size)[None, :])
+
+
+@gluon.jit
+def _stage_queries(q, queries, first, count, begin_query, kv_head, sizes, lane, flat: gl.constexpr, GROUP: gl.constexpr):
+    """Copy this program's rows of ``q`` to shared memory ``queries``, zeros for rows without a query."""
+    _, _, _, _, size, q_token, q_head, _, _ = sizes
+    ROWS: gl.constexpr = queries.shape[0]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
+    row_query = begin_query + row // GROUP
+    row_mask = (row_query < count) & (row < ROWS // GROUP * GROUP)
+    head = kv_head * GROUP + row % GROUP
+    token = (first + row_query).to(gl.int64)
+    loaded = gl.load(
+        q + token[:, None] * q_token + head[:, None] * q_head + lane[None, :],
+        mask=row_mask[:, None] & (lane < size)[None, :],
+        other=0.0,
+    )
+    queries.store(loaded)
+    fence_async_shared()
+
+
+@gluon.jit
+def _visible_positions(
+    new, in_range, query_index, query_mask, first, tree_mask, mask_width, WINDOW: gl.constexpr, TREE: gl.constexpr
+):
+    """Return the mask [BLOCK_KV, ROWS] of positions that each query attends to. ``new`` are the positions' indices among the
+    new tokens, negative in the context.
+    """
+    if TREE:
+        mask_bits = (new >= 0)[:, None] & in_range[:, None] & query_mask[None, :]
+        place = tree_mask + (first + query_index).to(gl.int64)[None, :] * mask_width + new[:, None]
+        bits = gl.load(place, mask=mask_bits, other=0)
+        visible = (new < 0)[:, None] | (bits != 0)
+    else:
+        visible = new[:, None] <= query_index[None, :]
+    visible = visible & in_range[:, None]
+    if WINDOW > 0:
+        visible = visible & (new[:, None] > query_index[None, :] - WINDOW)
+    return visible
+
+
+@gluon.jit
+def _softmax_step(scores, best, total):
+    """Return the exponentials of a block's ``scores`` [BLOCK_KV, ROWS], the factor by which earlier values shrink, and the
+    updated maximum and sum of each row.
+    """
+    new_best = gl.maximum(best, gl.max(scores, axis=0))
+    # A row without a visible position keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
+    floor = gl.where(new_best == -float("inf"), 0.0, new_best)
+    exponentials = gl.exp2(scores - floor[None, :])
+    shrink = gl.exp2(best - floor)
+    return exponentials, shrink, new_best, total * shrink + gl.sum(exponentials, axis=0)
+
+
+@gluon.jit
+def _zero_values_past_end(tile, at, high, flat: gl.constexpr):
+    """Replace the values of ``tile`` [BLOCK_KV, SIZE] from position ``high`` on by 0; ``at`` is the first row's position."""
+    is_past_end = at + gl.arange(0, tile.shape[0], gl.SliceLayout(1, flat)) >= high
+    tile.store(gl.where(is_past_end[:, None], 0.0, tile.load(flat)).to(tile.dtype))
+
+
+@gluon.jit
+def _store_result(results, row, element, size, best, total, acc, query_mask, mask, low, high, split, SPLITS: gl.constexpr):
+    """Store the attention ``acc`` [SIZE, ROWS] of the rows ``row``; with splits, this split's part, maximum and sum."""
+    out, parts, stats = results
+    if SPLITS == 1:
+        acc = acc / gl.where(total == 0.0, 1.0, total)[None, :]
+        gl.store(out + row[None, :] * size + element[:, None], acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        row = row * SPLITS + split
+        gl.store(parts + row[None, :] * size + element[:, None], acc, mask=mask & (low < high))
+        gl.store(stats + row * 2, best, mask=query_mask)
+        gl.store(stats + row * 2 + 1, total, mask=query_mask)
+
+
+@gluon.jit
 def _attend(
     q,
     addressing,
@@ -110,8 +199,7 @@ def _attend(
 ):
     """Attend to the blocks in the pipeline and store the result. Runs in the four multiplying warps."""
     query_start, seq_lens, _, tree_mask = addressing
-    out, parts, stats = results
-    tokens, batch, heads, scale, size, q_token, q_head, _, mask_width = sizes
+    tokens, batch, heads, scale, size, _, _, _, mask_width = sizes
     keys, values, full_keys, full_values, empty = pipeline
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_KV: gl.constexpr = keys.shape[1]
@@ -119,9 +207,7 @@ def _attend(
     ROWS: gl.constexpr = queries.shape[0]
     QUERIES: gl.constexpr = ROWS // GROUP
     kv_heads = heads // GROUP
-    sequence = gl.program_id(1) // kv_heads
-    kv_head = gl.program_id(1) % kv_heads
-    split = gl.program_id(2)
+    sequence, kv_head, split = gl.program_id(1) // kv_heads, gl.program_id(1) % kv_heads, gl.program_id(2)
     allow_next_kernel(PDL)
     if not SETTLED:
         wait_for_previous_kernel(PDL)
@@ -132,29 +218,11 @@ def _attend(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // SIZE, SIZE // 8], [4, 1], [1, 0])
     lane = gl.arange(0, SIZE, gl.SliceLayout(0, flat))
     if (sequence == batch - 1) & (gl.program_id(0) == 0):
-        # Padding tokens after the last sequence get zeros, so that no later kernel reads uninitialised memory.
-        group = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
-        for at in range(first + count + split, tokens, SPLITS):
-            place = (gl.zeros([ROWS], gl.int64, gl.SliceLayout(1, flat)) + at) * heads + kv_head * GROUP + group
-            address = out + place[:, None] * size + lane[None, :]
-            zeros = gl.zeros([ROWS, SIZE], out.dtype.element_ty, flat)
-            gl.store(address, zeros, mask=(group < GROUP)[:, None] & (lane < size)[None, :])
+        _zero_padding(results[0], first + count + split, tokens, SPLITS, heads, kv_head, size, lane, flat, ROWS, GROUP)
 
     begin_query = gl.program_id(0) * QUERIES
     if begin_query < count:
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
-        row_query = begin_query + row // GROUP
-        row_mask = (row_query < count) & (row < QUERIES * GROUP)
-        head = kv_head * GROUP + row % GROUP
-        token = (first + row_query).to(gl.int64)
-        loaded = gl.load(
-            q + token[:, None] * q_token + head[:, None] * q_head + lane[None, :],
-            mask=row_mask[:, None] & (lane < size)[None, :],
-            other=0.0,
-        )
-        queries.store(loaded)
-        fence_async_shared()
-
+        _stage_queries(q, queries, first, count, begin_query, kv_head, sizes, lane, flat, GROUP)
         wide_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
         across: gl.constexpr = gl.SliceLayout(0, wide_layout)
         down: gl.constexpr = gl.SliceLayout(1, wide_layout)
@@ -175,31 +243,13 @@ def _attend(
             scores = warpgroup_mma(keys.index(stage), queries.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
             in_range = at + inside < high
-            if TREE:
-                mask_bits = (new >= 0)[:, None] & in_range[:, None] & query_mask[None, :]
-                place = tree_mask + (first + query_index).to(gl.int64)[None, :] * mask_width + new[:, None]
-                bits = gl.load(place, mask=mask_bits, other=0)
-                visible = (new < 0)[:, None] | (bits != 0)
-            else:
-                visible = new[:, None] <= query_index[None, :]
-            visible = visible & in_range[:, None]
-            if WINDOW > 0:
-                visible = visible & (new[:, None] > query_index[None, :] - WINDOW)
+            visible = _visible_positions(new, in_range, query_index, query_mask, first, tree_mask, mask_width, WINDOW, TREE)
             scores = gl.where(visible, scores * (scale * 1.4426950408889634), -float("inf"))
-            new_best = gl.maximum(best, gl.max(scores, axis=0))
-            # A row without a visible position keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
-            floor = gl.where(new_best == -float("inf"), 0.0, new_best)
-            exponentials = gl.exp2(scores - floor[None, :])
-            shrink = gl.exp2(best - floor)
-            best = new_best
-            total = total * shrink + gl.sum(exponentials, axis=0)
+            exponentials, shrink, best, total = _softmax_step(scores, best, total)
             weights.store(exponentials.to(weights.dtype))
             mbarrier.wait(full_values.index(stage), block // STAGES & 1)
-            if at + BLOCK_KV > high:
-                # Values after the last position are uninitialised: multiplied by 0 they could give NaN.
-                is_past_end = at + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, flat)) >= high
-                tile = values.index(stage)
-                tile.store(gl.where(is_past_end[:, None], 0.0, tile.load(flat)).to(values.dtype))
+            if at + BLOCK_KV > high:  # values after the last position are uninitialised: times 0 they could give NaN
+                _zero_values_past_end(values.index(stage), at, high, flat)
             fence_async_shared()
             acc = acc * shrink[None, :]
             acc = warpgroup_mma(values.index(stage).permute((1, 0)), weights, acc, is_async=True)
@@ -209,14 +259,7 @@ def _attend(
         element = gl.arange(0, SIZE, down)
         row_index = (first + query_index).to(gl.int64) * heads + kv_head * GROUP + column % GROUP
         mask = (element < size)[:, None] & query_mask[None, :]
-        if SPLITS == 1:
-            acc = acc / gl.where(total == 0.0, 1.0, total)[None, :]
-            gl.store(out + row_index[None, :] * size + element[:, None], acc.to(out.dtype.element_ty), mask=mask)
-        else:
-            row_index = row_index * SPLITS + split
-            gl.store(parts + row_index[None, :] * size + element[:, None], acc, mask=mask & (low < high))
-            gl.store(stats + row_index * 2, best, mask=query_mask)
-            gl.store(stats + row_index * 2 + 1, total, mask=query_mask)
+        _store_result(results, row_index, element, size, best, total, acc, query_mask, mask, low, high, split, SPLITS)
 
 
 @gluon.jit(do_not_specialize=["tokens", "batch"], do_not_specialize_on_alignment=["seq_lens"])

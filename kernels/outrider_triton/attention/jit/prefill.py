@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from outrider_triton.attention.jit.paged import empty_sums
 from outrider_triton.jit.dependent import begin
 
 SPACE = tl.constexpr(128)
@@ -150,6 +151,29 @@ def _attend_blocks(
     return best, total, acc
 
 
+@triton.jit
+def _find_block(query_start, batch, number, BLOCK_ROWS: tl.constexpr, BATCH: tl.constexpr):
+    """Return the sequence of query block ``number``, and the block's index in it. Blocks are counted over all sequences."""
+    lane = tl.arange(0, BATCH)
+    starts = tl.load(query_start + lane, mask=lane < batch, other=0)
+    ends = tl.load(query_start + lane + 1, mask=lane < batch, other=0)
+    own_blocks = tl.cdiv(ends - starts, BLOCK_ROWS)
+    sequence = tl.sum((tl.cumsum(own_blocks, axis=0) <= number).to(tl.int32), axis=0)
+    return sequence, number - tl.sum(tl.where(lane < sequence, own_blocks, 0), axis=0)
+
+
+@triton.jit
+def _zero_padding(out, start, tokens, step, heads, head, size, row, lane):
+    """Store zeros for padding tokens after the last sequence, so that no later kernel reads uninitialised memory. The program
+    stores one block of rows for every ``step`` tokens from ``start`` on.
+    """
+    for at in range(start, tokens, step):
+        token = (at + row).to(tl.int64)
+        offset = (token[:, None] * heads + head) * size + lane[None, :]
+        zeros = tl.zeros([row.shape[0], lane.shape[0]], dtype=out.dtype.element_ty)
+        tl.store(out + offset, zeros, mask=(token < tokens)[:, None] & (lane < size)[None, :])
+
+
 @triton.jit(do_not_specialize=["tokens", "batch"])
 def prompt_attention(
     q,
@@ -183,8 +207,7 @@ def prompt_attention(
 ):
     """Compute attention of prompts; one program per (block of queries and head of a group, key head), the last block first.
 
-    Later blocks of a sequence have more work. Blocks are counted over all sequences, and each sequence begins a new block.
-    Surplus programs exit at once.
+    Later blocks of a sequence have more work. Each sequence begins a new block. Surplus programs exit at once.
 
     DESCRIPTOR: ``keys`` and ``values`` describe contiguous copies [rows, key heads * BLOCK_SIZE], whose sequences begin at
     ``kv_start``; else they are the caches. EVEN: ``size`` is BLOCK_SIZE. Padding tokens get zeros.
@@ -194,20 +217,10 @@ def prompt_attention(
     blocks = tl.num_programs(0) // GROUP
     number = blocks - 1 - tl.program_id(0) // GROUP
     head = kv_head * GROUP + tl.program_id(0) % GROUP
-    lane = tl.arange(0, BLOCK_SIZE)
-    row = tl.arange(0, BLOCK_ROWS)
-    sequence_lane = tl.arange(0, BATCH)
-    starts = tl.load(query_start + sequence_lane, mask=sequence_lane < batch, other=0)
-    ends = tl.load(query_start + sequence_lane + 1, mask=sequence_lane < batch, other=0)
-    own_blocks = tl.cdiv(ends - starts, BLOCK_ROWS)
-    sequence = tl.sum((tl.cumsum(own_blocks, axis=0) <= number).to(tl.int32), axis=0)
-    block = number - tl.sum(tl.where(sequence_lane < sequence, own_blocks, 0), axis=0)
-    # Padding tokens after the last sequence get zeros, so that no later kernel reads uninitialised memory.
-    for at in range(tl.load(query_start + batch) + number * BLOCK_ROWS, tokens, blocks * BLOCK_ROWS):
-        token = (at + row).to(tl.int64)
-        offset = (token[:, None] * heads + head) * size + lane[None, :]
-        zeros = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=out.dtype.element_ty)
-        tl.store(out + offset, zeros, mask=(token < tokens)[:, None] & (lane < size)[None, :])
+    lane, row = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_ROWS)
+    sequence, block = _find_block(query_start, batch, number, BLOCK_ROWS, BATCH)
+    end = tl.load(query_start + batch)
+    _zero_padding(out, end + number * BLOCK_ROWS, tokens, blocks * BLOCK_ROWS, heads, head, size, row, lane)
     if sequence < batch:
         first = tl.load(query_start + sequence)
         count = tl.load(query_start + sequence + 1) - first
@@ -217,9 +230,7 @@ def prompt_attention(
         token = (first + index).to(tl.int64)
         query_mask = (index < count)[:, None] & (lane < size)[None, :]
         queries = tl.load(q + token[:, None] * q_token + head * q_head + lane[None, :], mask=query_mask, other=0.0)
-        best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-        acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
+        best, total, acc = empty_sums(BLOCK_ROWS, BLOCK_SIZE)
         query_position = context + index
         high = tl.minimum(length, context + (block + 1) * BLOCK_ROWS)
         # Every query of the block attends to all positions up to the first query's own.

@@ -70,6 +70,14 @@ def store_window(state, values, channels, row, width, KERNEL: tl.constexpr):
     tl.store(place, values, mask=(slot < KERNEL - 1) & (lane < width))
 
 
+@triton.jit
+def sequence_of(query_start, rows, seq_lens, sequence):
+    """Return the first new token of ``sequence``, the number of its new tokens, its state row, and whether it has a state."""
+    start = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - start
+    return start, count, tl.load(rows + sequence), tl.load(seq_lens + sequence) > count
+
+
 @triton.jit(do_not_specialize=["reads_early"])
 def short_convolution(
     x,
@@ -104,10 +112,7 @@ def short_convolution(
         factors += (tl.broadcast_to(factor, [BLOCK_T, BLOCK_C]),)
     if reads_early == 0:
         wait_for_previous_kernel(PDL)
-    start = tl.load(query_start + sequence)
-    count = tl.load(query_start + sequence + 1) - start
-    row = tl.load(rows + sequence)
-    has_state = tl.load(seq_lens + sequence) > count
+    start, count, row, has_state = sequence_of(query_start, rows, seq_lens, sequence)
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     mask = (token < count) & (channels < width)
     total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
@@ -142,6 +147,22 @@ def load_token(mixed, gates, index, q_lane, k_lane, v_lane, head, value_heads, m
     b = tl.load(gates + index * gates_stride + head).to(tl.float32)
     a = tl.load(gates + index * gates_stride + value_heads + head).to(tl.float32)
     return q, k, v, a, b
+
+
+@triton.jit
+def _advance(current, q, k, v, a, b, rate, bias, D: tl.constexpr):
+    """Apply the gated delta rule of one token to the state ``current`` [D, E]. Return the new state and the result [E].
+
+    ``q``, ``k``, ``v``, ``a`` and ``b`` are the results of :func:`load_token`.
+    """
+    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + _NORM_EPS) * (D**-0.5)
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
+    decay = tl.exp(log_decay(a, rate, bias))
+    found = tl.sum(current * k[:, None], axis=0) * decay
+    read = tl.sum(current * q[:, None], axis=0) * decay
+    correction = (v - found) / (1.0 + tl.exp(-b))
+    current = current * decay + k[:, None] * correction[None, :]
+    return current, read + tl.sum(q * k, axis=0) * correction
 
 
 @triton.jit(do_not_specialize=["writes_state", "reads_early"])
@@ -194,10 +215,7 @@ def delta_rule(
     bias = tl.load(dt_bias + head).to(tl.float32)
     if reads_early == 0:
         wait_for_previous_kernel(PDL)
-    start = tl.load(query_start + sequence)
-    count = tl.load(query_start + sequence + 1) - start
-    row = tl.load(rows + sequence)
-    has_state = tl.load(seq_lens + sequence) > count
+    start, count, row, has_state = sequence_of(query_start, rows, seq_lens, sequence)
     # One address per thread and constant distances: addresses of every row would take 32 registers.
     first = state + (row * value_heads + head) * D * E + tl.program_id(1) * BLOCK_E
     cells = first + (d[:, None] * E + column[None, :])
@@ -213,26 +231,14 @@ def delta_rule(
         channels = (head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_C + tl.arange(0, BLOCK_C)
         latest = load_window(inputs, window, count, channels, start, row, has_state, inputs_stride, width, KERNEL)
     q_lane = head // values_per_key * D + d
-    k_lane = key_width + q_lane
-    v_lane = 2 * key_width + head * E + e
-    strides = value_heads, mixed_stride, gates_stride
-    index = start.to(tl.int64)
-    q, k, v, a, b = load_token(mixed, gates, index, q_lane, k_lane, v_lane, head, *strides, in_d, in_e)
+    own = q_lane, key_width + q_lane, 2 * key_width + head * E + e, head, value_heads, mixed_stride, gates_stride, in_d, in_e
+    q, k, v, a, b = load_token(mixed, gates, start.to(tl.int64), *own)
     for token in range(count):
         # The loads of the next token overlap with this one; after the last, they repeat it.
         following = (start + tl.minimum(token + 1, count - 1)).to(tl.int64)
-        q_next, k_next, v_next, a_next, b_next = load_token(
-            mixed, gates, following, q_lane, k_lane, v_lane, head, *strides, in_d, in_e
-        )
-        q = q * tl.rsqrt(tl.sum(q * q, axis=0) + _NORM_EPS) * (D**-0.5)
-        k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
-        decay = tl.exp(log_decay(a, rate, bias))
-        found = tl.sum(current * k[:, None], axis=0) * decay
-        read = tl.sum(current * q[:, None], axis=0) * decay
-        correction = (v - found) / (1.0 + tl.exp(-b))
-        current = current * decay + k[:, None] * correction[None, :]
+        q_next, k_next, v_next, a_next, b_next = load_token(mixed, gates, following, *own)
+        current, result = _advance(current, q, k, v, a, b, rate, bias, D)
         if KERNEL == 0:
-            result = read + tl.sum(q * k, axis=0) * correction
             place = out + ((start + token).to(tl.int64) * value_heads + head) * E + e
             tl.store(place, result.to(out.dtype.element_ty), mask=in_e)
         q, k, v, a, b = q_next, k_next, v_next, a_next, b_next

@@ -93,7 +93,7 @@ def choose_config(
     ranked = rank_configs(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
     if m > MAX_TOKENS_TRITON_GEMM and (stored == UNQUANTIZED or stored.library):
         ranked = [config for config in ranked if config.descriptor == (STREAMED if stored.library else LARGE_M)]
-    return ranked[0] if ranked and _wins(facts, operator, ranked[0], m=m, n=n, k=k, stored=stored) else None
+    return ranked[0] if ranked and _beats_library(facts, operator, ranked[0], m=m, n=n, k=k, stored=stored) else None
 
 
 def rank_configs(
@@ -116,7 +116,9 @@ def config_tokens(m: int, stored: OperandStorage = UNQUANTIZED) -> int:
     )
 
 
-def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: int, k: int, stored: OperandStorage) -> bool:
+def _beats_library(
+    facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: int, k: int, stored: OperandStorage
+) -> bool:
     """Return True if Triton's kernel in configuration ``best`` is expected to be faster than the library's product plus the
     kernels around it.
     """

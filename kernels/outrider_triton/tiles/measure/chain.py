@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,10 @@ from outrider.device import (
     ResidualStream,
     RotaryArgs,
 )
-from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.store.table import Table
+
+if TYPE_CHECKING:
+    from outrider_triton.kernelset import TritonKernels
 
 Call = Callable[[int], object]
 """A function that enqueues the measured work once. Its argument is the index of the operand set."""
@@ -73,13 +74,6 @@ def normal(device: torch.device, *size: int) -> Tensor:
     """Return random bfloat16 values whose variance is one over the last dimension's size."""
     made: Tensor = torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
     return made
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention: AttentionBlock
-    mlp: MlpBlock
-    tokens: AttentionTokens
 
 
 class Chain:
@@ -130,7 +124,9 @@ class Chain:
         self._layers = [self._layer(weights, angles, size) for weights in self._weights]
         self._residual = torch.randn(rows, shape.hidden, dtype=torch.bfloat16, device=device)
 
-    def _layer(self, weights: tuple[Tensor, ...], angles: tuple[Tensor, Tensor], cache_size: tuple[int, ...]) -> _Layer:
+    def _layer(
+        self, weights: tuple[Tensor, ...], angles: tuple[Tensor, Tensor], cache_size: tuple[int, ...]
+    ) -> tuple[AttentionBlock, AttentionTokens, MlpBlock]:
         qkv, output, gate_up, down = weights
         k_cache, v_cache = (torch.randn(cache_size, dtype=torch.bfloat16, device=self.device) for _ in range(2))
         rotary = RotaryArgs(*angles, k_cache, v_cache, self._slots)
@@ -144,15 +140,14 @@ class Chain:
             head_norms=HeadNorms(self._head_norm, self._head_norm, _EPS) if self.shape.qk_norm else None,
         )
         mlp = MlpBlock(norm=self._norm, eps=_EPS, gate_up=gate_up, down=down)
-        return _Layer(attention, mlp, AttentionTokens(self._metadata, rotary, LayerRows()))
+        return attention, AttentionTokens(self._metadata, rotary, LayerRows()), mlp
 
     def run_layers(self, _: int) -> Tensor:
         """Run all layers once and return the norm of the last layer's residual sum."""
         kernels = self.kernels
         x = ResidualStream(kernels, self._residual.clone())
-        for layer in self._layers:
-            x = kernels.attention_block(x, layer.attention, layer.tokens)
-            x = kernels.mlp_block(x, layer.mlp)
+        for attention, tokens, mlp in self._layers:
+            x = kernels.mlp_block(kernels.attention_block(x, attention, tokens), mlp)
         return x.norm(self._norm, _EPS)
 
     def layer_us(self) -> float:

@@ -18,19 +18,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
-from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config, rank_configs
 from outrider_triton.tiles.measure.chain import Chain, microseconds, normal
 from outrider_triton.tiles.measure.compiling import AttentionJob, Job, KernelCompilers, ProductJob
 from outrider_triton.tiles.store.choices import ChoiceRow, TunedStore, merge_choices
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, Key, ProductEntry, Table, by_layer, layer_of
+
+if TYPE_CHECKING:
+    from outrider_triton.kernelset import TritonKernels
 
 MEASURED_BATCHES = {8: (1, 4), 32: (8, 4), 128: (32, 4), 16: (4, 4), 64: (16, 4)}
 """Measured sequences and new tokens per sequence, by the maximum tokens that a choice is for; the most important first."""
@@ -95,7 +97,7 @@ class _Keys:
         """Return the keys that a chain of layers measures."""
         return self.gates, self.scaled, self.down, self.qkv, self.output, self.added
 
-    def asked(self, choice: Callable[[Key], MatmulConfig | None]) -> dict[Key, MatmulConfig | None]:
+    def looked_up(self, choice: Callable[[Key], MatmulConfig | None]) -> dict[Key, MatmulConfig | None]:
         """Return every key that a layer looks up, with its configuration from ``choice``."""
         found = {key: choice(key) for key in (self.scaled, self.added, self.down, self.qkv)}
         if self.ending is not None:
@@ -235,7 +237,7 @@ class _Tuner:
             if us < best * _NOISE_FACTOR:
                 table, best = trial, us
         rows = [] if table is start else self._rows(chain, table, m, best, before)
-        kept = bool(rows) and self._wins(chain, start, rows)
+        kept = bool(rows) and self._is_faster(chain, start, rows)
         if kept and not self._is_correct(chain, merge_choices(start, self._kernels.facts, rows) or start):
             self._progress(self._done, self._total, f"{m} tokens: what was fastest is wrong, and left out")
             kept = False
@@ -257,7 +259,7 @@ class _Tuner:
         layer = self._layer_name
         rows = [
             _row(key, m, None if config is None else config.as_list(), us, before, layer=layer)
-            for key, config in self._keys.asked(lambda key: self._choice(table, key, m)).items()
+            for key, config in self._keys.looked_up(lambda key: self._choice(table, key, m)).items()
         ]
         heads = self._shape.head_size, self._shape.heads // self._shape.kv_heads
         attention = table.attention_config(chain.groups, *heads, layer=layer)
@@ -269,7 +271,7 @@ class _Tuner:
             return entry.config
         return choose_config(self._kernels.facts, key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
 
-    def _wins(self, chain: Chain, start: Table, rows: list[ChoiceRow]) -> bool:
+    def _is_faster(self, chain: Chain, start: Table, rows: list[ChoiceRow]) -> bool:
         """Return True if layers with ``rows`` are faster than without, alternating both.
 
         The first measurement may have run on a cooler device. This check also runs after the deadline.
