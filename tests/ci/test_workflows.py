@@ -169,6 +169,6 @@ def test_slow_tests_run_every_day():
 
 def test_every_target_that_a_workflow_makes_is_there():
     made = {word for path in WORKFLOWS for line in re.findall(r"run: make (.*)", path.read_text()) for word in line.split()}
-    assert made == {"lint", "imports", "unit", "docs", "workflows", "test-slow", "test-opencl", "audit"}
+    assert made == {"lint", "imports", "unit", "test-tools", "docs", "workflows", "test-slow", "test-opencl", "audit"}
     for target in (*made, "test"):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
