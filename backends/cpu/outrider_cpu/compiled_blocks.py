@@ -7,7 +7,7 @@ import struct
 import weakref
 from array import array
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -104,14 +104,26 @@ class _Functions:
             self._parallel(address, memory.buffer_info()[0], threads, 0)
 
 
+@cache
+def _functions_of_process() -> _Functions:
+    return _Functions()
+
+
 class CompiledBlocks:
-    """Weights in blocks, and the compiled functions of one kernel set."""
+    """Weights in blocks, and the compiled functions, for one kernel set."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _PackedBlocks] = {}
         self._functions: _Functions | None = None
         self._shared = _SharedArguments((), [], "", None)
         self._is_available = find_spec("llvmlite") is not None
+        self.heads: tuple[int, int] | None = None
+        """Head size and number of query heads per key head of the layers to come, if they are known."""
+
+    def pack(self, weight: Tensor) -> None:
+        """Pack a weight at load that :meth:`linear` would pack in the first product."""
+        if weight.dtype is torch.float32 and self._find(weight) is not None:
+            self._compiled()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return ``x @ weight.T + bias``, or None if the weight isn't one of blocks."""
@@ -141,7 +153,9 @@ class CompiledBlocks:
         others = (block.qkv_bias, block.output_bias, block.head_norms, block.input_scales, block.output_scales)
         if any(each is not None for each in others) or not _is_plain(block.norm):
             return None
-        self._compiled()  # at load, not for the first token
+        functions = self._compiled()  # at load, not for the first token
+        if self.heads is not None and self.heads[0] % GROUP == 0:
+            functions.compile_attention(*self.heads)
         return partial(self._attend, kernels, block, composed, _bits_of(block.eps), _bits_of(block.scale))
 
     def mlp_block(
@@ -254,7 +268,7 @@ class CompiledBlocks:
 
     def _compiled(self) -> _Functions:
         if self._functions is None:
-            self._functions = _Functions()
+            self._functions = _functions_of_process()
         return self._functions
 
     def _both(self, first: object, second: object) -> tuple[BlockWeight, BlockWeight] | None:

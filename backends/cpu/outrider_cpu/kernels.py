@@ -14,7 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, AttentionBlock, AttentionMetadata, HeadNorms, KernelSet, MlpBlock, RotaryArgs
+from outrider.device import (
+    CACHE_FORMATS,
+    AttentionBlock,
+    AttentionMetadata,
+    DecoderShape,
+    HeadNorms,
+    KernelSet,
+    MlpBlock,
+    RotaryArgs,
+)
 from outrider_cpu import operators
 from outrider_cpu.attention import attend_pages
 from outrider_cpu.compiled_blocks import CompiledBlocks
@@ -45,8 +54,17 @@ class CpuKernels(KernelSet):
         """Return the torch references' batch-invariant kernels. The kernels here depend on the batch's longest sequence."""
         return KernelSet().batch_invariant()
 
+    def for_shape(self, shape: DecoderShape) -> KernelSet:
+        """Return these kernels, which compile the attention of this shape at load."""
+        self._compiled_blocks.heads = shape.head_size, shape.heads // shape.kv_heads
+        return self
+
     def is_native(self, name: str, block: object = None) -> bool:
-        """Return True also for the halves of layers with block-quantized weights, whose functions are compiled."""
+        """Return True also for the halves of layers with block-quantized weights, whose functions are compiled. The weight
+        of a product is packed.
+        """
+        if isinstance(block, Tensor):
+            self._compiled_blocks.pack(block)
         return self._compile_block(block) is not None or super().is_native(name, block)
 
     def resolve_block(self, name: str, block: object) -> Callable[..., Any]:
