@@ -25,6 +25,8 @@ _MAX_NEW_TOKENS = 64
 """Maximum number of new tokens of a request whose attention is compiled. The library's attention reads keys once for all of
 a prompt's tokens.
 """
+VECTOR_ELEMENTS = 16
+"""Number of elements of the longest vector, of which the compiled functions of rows read whole ones."""
 _SCORE_PADDING = 16
 """Elements after a query's scores that the vectors of the compiled attention may write."""
 
@@ -67,7 +69,8 @@ class _Functions:
         writer = self._writer()
         self._max_shared_heads = writer.max_shared_heads
         self._products = self._compile(writer.write_products())
-        self._calls: dict[str, Any] = {name: self._call(self._products[name]) for name in ("multiply", "mlp")}
+        names = ("multiply", "mlp", "normalize", "choose", "place")
+        self._calls: dict[str, Any] = {name: self._call(self._products[name]) for name in names}
 
     def _compile(self, writer: Any) -> dict[str, int]:
         owner, addresses = writer.compile()
@@ -103,10 +106,21 @@ class _Functions:
         else:
             self._parallel(address, memory.buffer_info()[0], threads, 0)
 
+    def run_on_rows(self, name: str, *arguments: int) -> array[int]:
+        """Run a function on this thread. Return its arguments, where it may leave a result."""
+        memory = array("q", arguments)
+        self._calls[name][1](memory.buffer_info()[0])
+        return memory
+
 
 @cache
 def _functions_of_process() -> _Functions:
     return _Functions()
+
+
+def compiled_functions() -> _Functions | None:
+    """Return the functions if some model of this process needed them, else None: compilation takes a second."""
+    return _functions_of_process() if _functions_of_process.cache_info().currsize else None
 
 
 class CompiledBlocks:
@@ -142,6 +156,16 @@ class CompiledBlocks:
         operands = [blocks.bits, blocks.data.data_ptr(), blocks.groups, blocks.tiles, rows.data_ptr(), count]
         functions.run_function("multiply", [*operands, made.data_ptr(), scratch.data_ptr(), stride * 4], threads)
         return made if bias is None else made.add_(bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Return the norm of each row, or None if no weight is in blocks or the rows don't fit the function."""
+        width = x.shape[-1]
+        if self._functions is None or width % VECTOR_ELEMENTS or not _is_plain(x) or not _is_plain(weight) or is_observed():
+            return None
+        made = torch.empty_like(x)
+        numbers = x.numel() // width, width, _bits_of(eps)
+        self._functions.run_on_rows("normalize", x.data_ptr(), weight.data_ptr(), made.data_ptr(), *numbers)
+        return made
 
     def attention_block(
         self, kernels: KernelSet, block: AttentionBlock, composed: Callable[..., ResidualStream]
