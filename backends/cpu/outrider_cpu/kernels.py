@@ -149,26 +149,14 @@ class CpuKernels(KernelSet):
         window: int = 0,
     ) -> Tensor:
         """Compute attention over each request's cached tokens, without the unused rest of its block table."""
-        attended: Tensor = _host("paged_attention")(
-            q,
-            k_cache,
-            v_cache,
-            metadata.query_start,
-            metadata.seq_lens,
-            metadata.block_table,
-            metadata.tree_mask,
-            metadata.max_query,
-            metadata.max_kv,
-            scale,
-            window,
-        )
-        return attended
+        operands = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
+        limits = metadata.max_query, metadata.max_kv, scale, window
+        return _host("paged_attention")(q, k_cache, v_cache, *operands, *limits)  # type: ignore[no-any-return]
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
         """Return the argmax if all rows are greedy, else sample."""
         lane = _DRAFT if draft else _TARGET
-        sampled: Tensor = _host("sample")(logits, temperature, seeds, positions, lane)
-        return sampled
+        return _host("sample")(logits, temperature, seeds, positions, lane)  # type: ignore[no-any-return]
 
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
