@@ -3,6 +3,7 @@
 import gc
 import platform
 import re
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outrider import Engine
+from outrider.bundled import bundled
 from outrider.device import (
     AttentionBlock,
     AttentionMetadata,
     AttentionTokens,
+    DecoderShape,
     KernelSet,
     LayerRows,
     MlpBlock,
@@ -21,6 +25,7 @@ from outrider.device import (
     RotaryArgs,
     SeparateInput,
 )
+from outrider.device.kernels.weights import prepare
 from outrider_cpu import code_writer, compiled_blocks
 from outrider_cpu.block_weights import pack_blocks
 from outrider_cpu.kernels import CpuKernels
@@ -121,6 +126,7 @@ def test_other_processors_compute_the_same_bits(compiled, monkeypatch, absent, i
         lambda module, machine: assembly.append(machine.emit_assembly(module)) or link(module, machine),
     )
     other = compiled_blocks.CompiledBlocks()
+    other._functions = compiled_blocks._Functions()
     for kind in ("Q4_1", "Q8_0"):
         weight, x = blocks(kind, 1024, 128), drawn(7, 128)
         for rows in range(1, 8):
@@ -183,6 +189,25 @@ def test_a_changed_weight_is_packed_again_and_freed_with_its_tensor(compiled):
     del weight
     gc.collect()
     assert key not in compiled._entries
+
+
+def test_weights_are_packed_and_attention_is_compiled_at_load(kernels):
+    weight, batch = blocks("Q8_0", 1024, 128), Batch()
+    prepare(kernels, weight, None)
+    assert kernels._compiled_blocks._entries[id(weight)].blocks is not None
+    shape = DecoderShape(hidden=HIDDEN, heads=6, kv_heads=2, head_size=96, inner=INNER, vocabulary=1024)
+    kernels.for_shape(shape).is_native("attention_block", batch.attention)
+    assert any(name.startswith("attention96x") for name in kernels._compiled_blocks._compiled()._calls)
+
+
+def test_a_model_and_its_head_ask_about_products_outside_of_layers(monkeypatch):
+    asked, is_native = [], CpuKernels.is_native
+    note = lambda self, name, block=None: asked.append(block) or is_native(self, name, block)  # noqa: E731
+    monkeypatch.setattr(CpuKernels, "is_native", note)
+    checkpoint = bundled("target")
+    with closing(Engine.from_checkpoint(checkpoint, "cpu", draft_dir=bundled("eagle"), speculate="eagle")) as engine:
+        for weight in (engine.model.weights.head, engine.proposer.head.weights.fusion):
+            assert any(each is weight for each in asked)
 
 
 class Batch:

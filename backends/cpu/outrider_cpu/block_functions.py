@@ -22,6 +22,7 @@ from llvmlite import ir
 
 from outrider_cpu.block_weights import GROUP, TILE
 from outrider_cpu.code_writer import FLOAT, INT, WORD, CodeValue, CodeWriter, Variable
+from outrider_cpu.row_functions import equal, inverse_norm, load_int32, read_ints, write_row_functions
 
 _MAX_ROWS = MappingProxyType({8: 5, 16: 6})
 """Maximum number of rows of x for which a function keeps all sums in registers, by the number of elements of a vector."""
@@ -64,7 +65,7 @@ class BlockFunctions:
         self._openmp = openmp
 
     def write_products(self) -> CodeWriter:
-        """Write ``prepare``, ``product``, ``multiply`` and ``mlp``."""
+        """Write ``prepare``, ``product``, ``multiply`` and ``mlp``, and the functions of rows."""
         for bits in (4, 8):
             for rows in range(1, self._max_rows + 1):
                 self._write_tile(bits, rows)
@@ -73,6 +74,7 @@ class BlockFunctions:
         self._write_product()
         self._write_multiply()
         self._write_mlp()
+        write_row_functions(self._writer)
         return self._writer
 
     def write_attention(self, head_size: int, shared: int, products: dict[str, int]) -> CodeWriter:
@@ -141,7 +143,7 @@ class BlockFunctions:
                 count = (rows - start + (blocks - block - 1)) // (blocks - block)
                 operands = x + start * groups * _GROUP_BYTES, sums + start * groups * _SUMS_BYTES
                 for number in range(1, self._max_rows + 1):
-                    with w.when(_equal(count, number)):
+                    with w.when(equal(count, number)):
                         at = out + start * out_stride
                         w.call(f"tile{bits}x{number}", tile, *operands, at, groups, out_stride, accumulate)
                 done.set(start + count)
@@ -153,14 +155,7 @@ class BlockFunctions:
             start, stride = row * groups, GROUP * _FLOAT_BYTES
             scale = Variable(w, w.constant(w.vector, 1.0))
             with w.when(w.constant(INT, 0) < norm):
-                squares = Variable(w, w.constant(w.vector, 0.0))
-                with w.loop(0, groups * (GROUP // w.lanes)) as index:
-                    element = w.load(w.vector, x + start * stride + index * (w.lanes * _FLOAT_BYTES))
-                    squares.set(w.intrinsic("fma", element, element, squares.get()))
-                width = w.splat(w.convert("sitofp", groups * GROUP, FLOAT))
-                mean = w.splat(w.halves(squares.get(), CodeValue.__add__)) // width
-                root = w.intrinsic("sqrt", mean + w.splat(w.load(FLOAT, eps)))
-                scale.set(w.constant(w.vector, 1.0) // root)
+                scale.set(inverse_norm(w, x + start * stride, groups * GROUP, eps))
             with w.loop(0, groups) as group:
                 values = []
                 for part in range(0, stride, w.lanes * _FLOAT_BYTES):
@@ -188,7 +183,7 @@ class BlockFunctions:
         w = self._writer
         with w.function("tile", 9) as (bits, *operands):
             for each in (4, 8):
-                with w.when(_equal(bits, each)):
+                with w.when(equal(bits, each)):
                     w.call(f"columns{each}", *operands)
         with w.function("product", 10) as (bits, packed, x, sums, out, groups, tiles, rows, out_stride, accumulate):
             first, end = self._share(tiles)
@@ -200,7 +195,7 @@ class BlockFunctions:
     def _write_multiply(self) -> None:
         w = self._writer
         with w.function("multiply", 1) as (arguments,):
-            bits, packed, groups, tiles, x, rows, out, scratch, scratch_stride = _read(w, arguments, 9)
+            bits, packed, groups, tiles, x, rows, out, scratch, scratch_stride = read_ints(w, arguments, 9)
             rounded = scratch + self._thread() * scratch_stride
             sums = rounded + rows * groups * _GROUP_BYTES
             w.call("prepare", x, 0, 0, rounded, sums, rows, groups)
@@ -209,7 +204,7 @@ class BlockFunctions:
     def _write_mlp(self) -> None:
         w = self._writer
         with w.function("mlp", 1) as (arguments,):
-            rows, count, norm, groups, bits, packed, inner, down_bits, down, scratch, scratch_stride, both, gated = _read(
+            rows, count, norm, groups, bits, packed, inner, down_bits, down, scratch, scratch_stride, both, gated = read_ints(
                 w, arguments, 13
             )
             eps = arguments + 13 * 8
@@ -236,11 +231,13 @@ class BlockFunctions:
     def _write_attention(self, head_size: int, shared: int, products: dict[str, int]) -> None:
         w = self._writer
         with w.function("attention", 1) as (arguments,):
-            rows, norm, bits, packed, output_bits, output, k_cache, v_cache, window = _read(w, arguments, 9)
+            rows, norm, bits, packed, output_bits, output, k_cache, v_cache, window = read_ints(w, arguments, 9)
             eps, scale = arguments + 9 * 8, arguments + 10 * 8
-            source, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, arguments, 10, 11)
-            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, arguments, 9, 21)
-            kept, kept_count, output_tiles = _read(w, arguments, 3, 30)
+            source, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = read_ints(w, arguments, 10, 11)
+            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = read_ints(
+                w, arguments, 9, 21
+            )
+            kept, kept_count, output_tiles = read_ints(w, arguments, 3, 30)
             head_bytes = head_size * _FLOAT_BYTES
             all_heads, output_groups = heads + kv_heads * 2, heads * (head_size // GROUP)
             own = scratch + self._thread() * scratch_stride
@@ -266,15 +263,15 @@ class BlockFunctions:
             with w.loop(0, kept_count) as row:
                 with w.loop(request.get(), requests - 1) as index:  # the request whose new tokens include the row
                     request.set(
-                        w.select_value(_load_int32(w, starts + request.get() * 4 + 4) < row + 1, index + 1, request.get())
+                        w.select_value(load_int32(w, starts + request.get() * 4 + 4) < row + 1, index + 1, request.get())
                     )
                 which = request.get()
-                stop = _load_int32(w, starts + which * 4 + 4)
-                length = _load_int32(w, lens + which * 4)
+                stop = load_int32(w, starts + which * 4 + 4)
+                length = load_int32(w, lens + which * 4)
                 end = w.select_value(row < stop, _at_least_zero(w, length - stop + row + 1), w.constant(INT, 0))
                 begin = w.select_value(w.constant(INT, 0) < window, _at_least_zero(w, end - window), w.constant(INT, 0))
                 units, token = heads // shared, w.load(INT, kept + row * 8)
-                with w.loop(0, units) as unit, w.when(_equal((row * units + unit) % threads, thread)):
+                with w.loop(0, units) as unit, w.when(equal((row * units + unit) % threads, thread)):
                     for start in range(0, shared * head_size * _FLOAT_BYTES, head_size * _FLOAT_BYTES):
                         query = qkv + token * stride + unit * (shared * head_bytes) + start
                         operands = cos + token * angle_stride, sin + token * angle_stride
@@ -334,7 +331,7 @@ class _KeyRange:
         """Repeat the scope for each token, with its index from 0 and the offset of its keys in the cache."""
         w, size = self._writer, self._page_size
         with w.loop(self.begin // size, (self.end + size - 1) // size) as page:
-            slot = _load_int32(w, self._table + page * 4) * size
+            slot = load_int32(w, self._table + page * 4) * size
             first, last = _at_least_zero(w, self.begin - page * size), self.end - page * size
             with w.loop(first, w.select_value(last < size, last, size)) as offset:
                 yield page * size + offset - self.begin, (slot + offset) * self._token_bytes
@@ -436,19 +433,6 @@ def _lowest_values(bits: int, words: CodeValue) -> CodeValue:
 
 def _record_bytes(w: CodeWriter, bits: CodeValue) -> CodeValue:
     return w.select_value(bits < 8, w.constant(INT, record_bytes(4)), record_bytes(8))
-
-
-def _read(w: CodeWriter, arguments: CodeValue, count: int, first: int = 0) -> list[CodeValue]:
-    return [w.load(INT, arguments + (first + index) * 8, align=8) for index in range(count)]
-
-
-def _load_int32(w: CodeWriter, address: CodeValue) -> CodeValue:
-    return w.convert("sext", w.load(ir.IntType(32), address), INT)
-
-
-def _equal(value: CodeValue, other: CodeValue | int) -> CodeValue:
-    w = value.writer
-    return w.compare("==", value, other)
 
 
 def _at_least_zero(w: CodeWriter, value: CodeValue) -> CodeValue:

@@ -118,9 +118,9 @@ class CodeWriter:
         return CodeValue(self, self.builder.call(pointer, [self.constant(INT, each).raw for each in arguments]))
 
     def compare(self, operator: str, value: CodeValue, other: CodeValue | float) -> CodeValue:
-        """Return the result of a comparison of two numbers of one type."""
+        """Return the result of a comparison of two numbers, or of the lanes of two vectors, of one type."""
         right = self.constant(value.raw.type, other).raw
-        compare = self.builder.fcmp_ordered if value.raw.type == FLOAT else self.builder.icmp_signed
+        compare = self.builder.fcmp_ordered if value.raw.type in (FLOAT, self.vector) else self.builder.icmp_signed
         return CodeValue(self, compare(operator, value.raw, right))
 
     def constant(self, kind: Any, value: CodeValue | float | list[float]) -> CodeValue:

@@ -7,7 +7,7 @@ import struct
 import weakref
 from array import array
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ _MAX_NEW_TOKENS = 64
 """Maximum number of new tokens of a request whose attention is compiled. The library's attention reads keys once for all of
 a prompt's tokens.
 """
+VECTOR_ELEMENTS = 16
+"""Number of elements of the longest vector, of which the compiled functions of rows read whole ones."""
 _SCORE_PADDING = 16
 """Elements after a query's scores that the vectors of the compiled attention may write."""
 
@@ -67,7 +69,8 @@ class _Functions:
         writer = self._writer()
         self._max_shared_heads = writer.max_shared_heads
         self._products = self._compile(writer.write_products())
-        self._calls: dict[str, Any] = {name: self._call(self._products[name]) for name in ("multiply", "mlp")}
+        names = ("multiply", "mlp", "normalize", "choose", "place")
+        self._calls: dict[str, Any] = {name: self._call(self._products[name]) for name in names}
 
     def _compile(self, writer: Any) -> dict[str, int]:
         owner, addresses = writer.compile()
@@ -103,15 +106,38 @@ class _Functions:
         else:
             self._parallel(address, memory.buffer_info()[0], threads, 0)
 
+    def run_on_rows(self, name: str, *arguments: int) -> array[int]:
+        """Run a function on this thread. Return its arguments, where it may leave a result."""
+        memory = array("q", arguments)
+        self._calls[name][1](memory.buffer_info()[0])
+        return memory
+
+
+@cache
+def _functions_of_process() -> _Functions:
+    return _Functions()
+
+
+def compiled_functions() -> _Functions | None:
+    """Return the functions if some model of this process needed them, else None: compilation takes a second."""
+    return _functions_of_process() if _functions_of_process.cache_info().currsize else None
+
 
 class CompiledBlocks:
-    """Weights in blocks, and the compiled functions of one kernel set."""
+    """Weights in blocks, and the compiled functions, for one kernel set."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _PackedBlocks] = {}
         self._functions: _Functions | None = None
         self._shared = _SharedArguments((), [], "", None)
         self._is_available = find_spec("llvmlite") is not None
+        self.heads: tuple[int, int] | None = None
+        """Head size and number of query heads per key head of the layers to come, if they are known."""
+
+    def pack(self, weight: Tensor) -> None:
+        """Pack a weight at load that :meth:`linear` would pack in the first product."""
+        if weight.dtype is torch.float32 and self._find(weight) is not None:
+            self._compiled()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return ``x @ weight.T + bias``, or None if the weight isn't one of blocks."""
@@ -131,6 +157,16 @@ class CompiledBlocks:
         functions.run_function("multiply", [*operands, made.data_ptr(), scratch.data_ptr(), stride * 4], threads)
         return made if bias is None else made.add_(bias)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Return the norm of each row, or None if no weight is in blocks or the rows don't fit the function."""
+        width = x.shape[-1]
+        if self._functions is None or width % VECTOR_ELEMENTS or not _is_plain(x) or not _is_plain(weight) or is_observed():
+            return None
+        made = torch.empty_like(x)
+        numbers = x.numel() // width, width, _bits_of(eps)
+        self._functions.run_on_rows("normalize", x.data_ptr(), weight.data_ptr(), made.data_ptr(), *numbers)
+        return made
+
     def attention_block(
         self, kernels: KernelSet, block: AttentionBlock, composed: Callable[..., ResidualStream]
     ) -> Callable[..., ResidualStream] | None:
@@ -141,7 +177,9 @@ class CompiledBlocks:
         others = (block.qkv_bias, block.output_bias, block.head_norms, block.input_scales, block.output_scales)
         if any(each is not None for each in others) or not _is_plain(block.norm):
             return None
-        self._compiled()  # at load, not for the first token
+        functions = self._compiled()  # at load, not for the first token
+        if self.heads is not None and self.heads[0] % GROUP == 0:
+            functions.compile_attention(*self.heads)
         return partial(self._attend, kernels, block, composed, _bits_of(block.eps), _bits_of(block.scale))
 
     def mlp_block(
@@ -254,7 +292,7 @@ class CompiledBlocks:
 
     def _compiled(self) -> _Functions:
         if self._functions is None:
-            self._functions = _Functions()
+            self._functions = _functions_of_process()
         return self._functions
 
     def _both(self, first: object, second: object) -> tuple[BlockWeight, BlockWeight] | None:

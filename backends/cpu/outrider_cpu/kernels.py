@@ -14,9 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, AttentionBlock, AttentionMetadata, HeadNorms, KernelSet, MlpBlock, RotaryArgs
+from outrider.device import (
+    CACHE_FORMATS,
+    AttentionBlock,
+    AttentionMetadata,
+    DecoderShape,
+    HeadNorms,
+    KernelSet,
+    MlpBlock,
+    RotaryArgs,
+)
 from outrider_cpu import operators
-from outrider_cpu.attention import attend_pages
 from outrider_cpu.compiled_blocks import CompiledBlocks
 from outrider_cpu.packed_weights import PackedWeights, is_observed
 
@@ -29,11 +37,24 @@ _WEIGHT_FIRST_TOKENS = MappingProxyType({torch.float32: range(6, 49), torch.bflo
 (docs/evidence/README.md#2026-11-26-host-batches)."""
 
 
+def _host(name: str) -> Callable[..., Any]:
+    """Return the function of :mod:`outrider_cpu.operators`, or the operator with this function if operators are observed."""
+    return getattr(torch.ops.outrider, name).host if is_observed() else getattr(operators, name)  # type: ignore[no-any-return]
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """Return a method that calls a function of :mod:`outrider_cpu.operators` with the kernel's operands."""
+    return lambda self, *operands, **named: _host(name)(*operands, **named)
+
+
 class CpuKernels(KernelSet):
     """Host kernels that compute the torch references' results with fewer operations."""
 
     name = "cpu"
     cache_formats = frozenset(CACHE_FORMATS)
+    verify_chain, verify_checked, find_nan = _method("verify_chain"), _method("verify_checked"), _method("find_nan")
+    gather_rows, scatter_rows, copy_rows = _method("gather_rows"), _method("scatter_rows"), _method("copy_rows")
+    place_tokens, place_accepted = _method("place_tokens"), _method("place_accepted")
 
     def __init__(self) -> None:
         self._packed_weights = PackedWeights()
@@ -45,8 +66,17 @@ class CpuKernels(KernelSet):
         """Return the torch references' batch-invariant kernels. The kernels here depend on the batch's longest sequence."""
         return KernelSet().batch_invariant()
 
+    def for_shape(self, shape: DecoderShape) -> KernelSet:
+        """Return these kernels, which compile the attention of this shape at load."""
+        self._compiled_blocks.heads = shape.head_size, shape.heads // shape.kv_heads
+        return self
+
     def is_native(self, name: str, block: object = None) -> bool:
-        """Return True also for the halves of layers with block-quantized weights, whose functions are compiled."""
+        """Return True also for the halves of layers with block-quantized weights, whose functions are compiled. The weight
+        of a product is packed.
+        """
+        if isinstance(block, Tensor):
+            self._compiled_blocks.pack(block)
         return self._compile_block(block) is not None or super().is_native(name, block)
 
     def resolve_block(self, name: str, block: object) -> Callable[..., Any]:
@@ -80,6 +110,8 @@ class CpuKernels(KernelSet):
         """Compute the mean square from the norm of each row, in float32 or the wider dtype of ``x``."""
         if weight.dtype is not x.dtype:
             return super().rms_norm(x, weight, eps)
+        if (compiled := self._compiled_blocks.rms_norm(x, weight, eps)) is not None:
+            return compiled
         wide = x.float() if x.dtype.itemsize < torch.float32.itemsize else x
         if (added := self._eps.get((eps, wide.dtype))) is None:
             added = self._eps[eps, wide.dtype] = torch.tensor(eps, dtype=wide.dtype)
@@ -103,8 +135,7 @@ class CpuKernels(KernelSet):
             return super().head_norm_rope_write_cache(qkv, norms, rotary)
         heads = qkv.view(qkv.shape[0], -1, size)
         turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
-        rotate = torch.ops.outrider.rope_write_cache.host if is_observed() else operators.rope_write_cache
-        rotated: Tensor = rotate(turned, v, *rotary)
+        rotated: Tensor = _host("rope_write_cache")(turned, v, *rotary)
         return rotated[:, :-kv_heads]
 
     def paged_attention(
@@ -118,48 +149,17 @@ class CpuKernels(KernelSet):
         window: int = 0,
     ) -> Tensor:
         """Compute attention over each request's cached tokens, without the unused rest of its block table."""
-        attend = torch.ops.outrider.paged_attention.host if is_observed() else attend_pages
-        return attend(
-            q,
-            k_cache,
-            v_cache,
-            metadata.query_start,
-            metadata.seq_lens,
-            metadata.block_table,
-            metadata.tree_mask,
-            metadata.max_query,
-            metadata.max_kv,
-            scale,
-            window,
-        )
+        operands = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
+        limits = metadata.max_query, metadata.max_kv, scale, window
+        return _host("paged_attention")(q, k_cache, v_cache, *operands, *limits)  # type: ignore[no-any-return]
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
         """Return the argmax if all rows are greedy, else sample."""
         lane = _DRAFT if draft else _TARGET
-        choose = torch.ops.outrider.sample.host if is_observed() else operators.sample
-        return choose(logits, temperature, seeds, positions, lane)
-
-    def verify_chain(
-        self,
-        target_logits: Tensor,
-        draft_tokens: Tensor,
-        draft_probs: Tensor | None,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Skip the distributions if all rows are greedy."""
-        verify = torch.ops.outrider.verify_chain.host if is_observed() else operators.verify_chain
-        return verify(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
-
-    def find_nan(self, x: Tensor, found: Tensor) -> None:
-        """Search only if the sum of ``x`` is NaN."""
-        find = torch.ops.outrider.find_nan.host if is_observed() else operators.find_nan
-        find(x, found)
+        return _host("sample")(logits, temperature, seeds, positions, lane)  # type: ignore[no-any-return]
 
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
     ) -> None:
         """Search only if the sum of the rows is NaN or an integer is invalid."""
-        gather = torch.ops.outrider.gather_checked.host if is_observed() else operators.gather_checked
-        gather(source, rows, *(bounds or (0, 0)), out, found)
+        _host("gather_checked")(source, rows, *(bounds or (0, 0)), out, found)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.operators import define_operator
-from outrider.device.kernels.reference.model import as_cached
-from outrider_cpu.attention import attend_pages
+from outrider.device.kernels.reference import bookkeeping, model
+from outrider.device.kernels.reference.bookkeeping import place_accepted
+from outrider.device.kernels.reference.model import as_cached, copy_rows, gather_rows
+from outrider_cpu.attention import attend_pages as paged_attention
+from outrider_cpu.compiled_blocks import VECTOR_ELEMENTS, compiled_functions
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
@@ -61,7 +64,7 @@ def argmax(logits: Tensor) -> Tensor:
 def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> Tensor:
     """Return the argmax if all rows are greedy, else sample."""
     if not any(temperature.tolist()):
-        return argmax(logits)
+        return _choose(logits.unsqueeze(1), None)[0].squeeze(1)
     sampled: Tensor = torch.ops.outrider.sample.default(logits, temperature, seeds, positions, lane)
     return sampled
 
@@ -76,13 +79,45 @@ def verify_chain(
 ) -> tuple[Tensor, Tensor]:
     """Verify a chain of drafts; compare with the argmax only if all rows are greedy."""
     if draft_probs is None or not any(temperature.tolist()):
-        choice, count = argmax(target_logits), draft_tokens.shape[1]
-        accepted = choice[:, :count].eq(draft_tokens).cumprod(1).sum(1)
-        return choice.masked_fill_(torch.arange(count + 1) > accepted.unsqueeze(1), -1), accepted
+        return _choose(target_logits, draft_tokens)[:2]
     decided: tuple[Tensor, Tensor] = torch.ops.outrider.verify_chain.default(
         target_logits, draft_tokens, draft_probs, temperature, seeds, positions
     )
     return decided
+
+
+def verify_checked(
+    target_logits: Tensor, draft_tokens: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, found: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Verify a chain of drafts of greedy rows, and search the logits for NaN."""
+    del temperature, seeds, positions
+    tokens, accepted, may_be_nan = _choose(target_logits, draft_tokens)
+    if may_be_nan:
+        find_nan(target_logits.flatten(1), found)
+    else:
+        found.fill_(-1)
+    return tokens, accepted
+
+
+def _choose(logits: Tensor, drafted: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+    """Accept the tokens ``drafted`` [B, K] that have the largest of the ``logits`` [B, K + 1, V], and decide the next one.
+
+    Return tokens [B, K + 1], accepted [B], and False if no logit is NaN. Without ``drafted``, K is 0.
+    """
+    functions, (requests, nodes, width) = compiled_functions(), logits.shape
+    is_plain = logits.is_contiguous() and (drafted is None or drafted.is_contiguous())
+    if functions is None or logits.dtype is not torch.float32 or width % VECTOR_ELEMENTS or not is_plain:
+        tokens = argmax(logits)
+        if drafted is None or nodes == 1:
+            return tokens, tokens.new_zeros(requests), True
+        accepted = tokens[:, :-1].eq(drafted).cumprod(1).sum(1)
+        return tokens.masked_fill_(torch.arange(nodes) > accepted.unsqueeze(1), -1), accepted, True
+    tokens = torch.empty((requests, nodes), dtype=torch.int64)
+    accepted = torch.empty(requests, dtype=torch.int64)
+    addresses = logits.data_ptr(), 0 if drafted is None else drafted.data_ptr()
+    results = tokens.data_ptr(), accepted.data_ptr()
+    memory = functions.run_on_rows("choose", *addresses, requests, nodes - 1, width, *results, 0)
+    return tokens, accepted, memory[-1] != 0
 
 
 def find_nan(x: Tensor, found: Tensor) -> None:
@@ -108,9 +143,38 @@ def gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out
         torch.ops.outrider.gather_checked.default(source, rows, low, high, out, found)
 
 
+def scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write ``values`` [n, ...] to the rows ``rows`` int64 [n] of ``state`` [R, ...], except to row 0."""
+    if 0 in rows.tolist():
+        model.scatter_rows(state, rows, values)
+    else:
+        state.index_copy_(0, rows, values)
+
+
+def place_tokens(
+    lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
+) -> None:
+    """Write positions, cache slots and lengths of the tokens that follow ``lens`` cached tokens."""
+    if (functions := compiled_functions()) is None:
+        bookkeeping.place_tokens(lens, tables, page_size, last, positions, slots, seq_lens)
+        return
+    numbers = [*positions.shape, page_size, tables.shape[1], last, positions.shape[1] - seq_lens.shape[1]]
+    numbers += [lens.data_ptr(), lens.stride(0) * 8, 0]
+    for each in (tables, positions, slots, seq_lens):
+        row, column = each.stride()
+        numbers += [each.data_ptr(), row * each.itemsize, column * each.itemsize]
+    functions.run_on_rows("place", *numbers)
+
+
 _define("rope_write_cache.host", rope_write_cache, writes=("k_cache", "v_cache"))
-_define("paged_attention.host", attend_pages)
+_define("paged_attention.host", paged_attention)
 _define("sample.host", sample)
 _define("find_nan.host", find_nan, writes=("found",))
 _define("gather_checked.host", gather_checked, writes=("out", "found"))
 _define("verify_chain.host", verify_chain)
+_define("verify_checked.host", verify_checked, writes=("found",))
+_define("gather_rows.host", gather_rows)
+_define("scatter_rows.host", scatter_rows, writes=("state",))
+_define("copy_rows.host", copy_rows, writes=("out",))
+_define("place_tokens.host", place_tokens, writes=("positions", "slots", "seq_lens"))
+_define("place_accepted.host", place_accepted, writes=("following", "last", "positions"))

@@ -78,8 +78,9 @@ class KernelSet(BlockKernels, SamplingKernels):
     def is_native(self, name: str, block: object = None) -> bool:
         """Return True if this set computes the kernel ``name`` itself.
 
-        ``block`` are the weights of a block. A model asks once per layer, when it is created, and calls the composed default
-        of a block that isn't native with its weights. The default returns True for every override that is used.
+        ``block`` are the weights of a block, or the weight of a product. A model asks once per layer and product, when it is
+        created, and calls the composed default of a block that isn't native with its weights. The default returns True for
+        every override that is used.
         """
         del block
         return getattr(type(self), name) is not getattr(KernelSet, name) and name not in self.unused_overrides()

@@ -15,6 +15,7 @@ from outrider.device.errors import ConfigError
 from outrider.device.kernels.formats import ACTIVATION_FORMATS, QUANTIZED_FORMATS, ElementFormat
 
 if TYPE_CHECKING:
+    from outrider.device.kernels.kernelset import KernelSet
     from outrider.device.kernels.model_kernels import ModelKernels
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -134,6 +135,15 @@ def linear(kernels: ModelKernels, x: Tensor, weight: Weight, bias: Tensor | None
         return kernels.linear_quantized(x, weight, bias)
     product = torch.cat([linear(kernels, x, part) for part in weight.parts], dim=-1)
     return product if bias is None else product + bias
+
+
+def prepare(kernels: KernelSet, *weights: Weight | None) -> None:
+    """Ask ``kernels`` about the unquantized ones of ``weights``, which a model multiplies by outside of its blocks. A kernel
+    set that packs weights packs them then, at load.
+    """
+    for weight in weights:
+        if isinstance(weight, Tensor):
+            kernels.is_native("linear", weight)
 
 
 def plain(weight: Weight) -> Tensor:

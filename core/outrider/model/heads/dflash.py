@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import HeadNorms, ResidualStream, RotaryArgs
-from outrider.device.kernels.weights import Weight, linear
+from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
 from outrider.model.checkpoint.pieces import Piece, Target
@@ -74,6 +74,7 @@ class DFlashHead(BaseDraftHead):
     ) -> None:
         super().__init__(config, target, weights.layers, head=head, ids=ids)
         self.weights = weights
+        prepare(self.kernels, weights.fusion)
         self.block_size = block_size
         self.mask_token = mask_token
         self._causal = (causal,) * config.num_layers if isinstance(causal, bool) else causal

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outrider.device import ResidualStream
-from outrider.device.kernels.weights import Weight, linear
+from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
@@ -45,6 +45,7 @@ class BaseDraftHead:
         self.kernels = target.kernels
         self._head, self._ids = head, ids
         self._layers = create_layers(config, layers, self.kernels, target.ranks)
+        prepare(self.kernels, head)
         context = max(config.max_context, target.config.max_context)
         self._rotary = make_rotary(
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet, ResidualStream, SeparateInput
-from outrider.device.kernels.weights import Weight, linear
+from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
 from outrider.model.layers.cache import KVCache
@@ -51,6 +51,7 @@ class EagleHead(BaseDraftHead):
     ) -> None:
         super().__init__(config, target, weights.layers, head=head)
         self.weights = weights
+        prepare(self.kernels, weights.fusion)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return predicted hidden states [T, H], or [S, H] of the kept rows, without a final norm.
@@ -130,6 +131,7 @@ class Eagle3Head(BaseDraftHead):
     ) -> None:
         super().__init__(config, target, weights.layers, head=weights.head, ids=weights.target_ids)
         self.weights = weights
+        prepare(self.kernels, weights.fusion)
         self.aux_hidden_state_layers = aux_hidden_state_layers
         self.reads_hidden = not aux_hidden_state_layers
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ResidualStream
-from outrider.device.kernels.weights import Weight, linear
+from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.expert_mapping import expert_targets
 from outrider.model.checkpoint.hybrid_mapping import offset_norms
@@ -72,6 +72,7 @@ class MtpHead(BaseDraftHead):
     ) -> None:
         super().__init__(config, target, weights.layers)
         self.weights = weights
+        prepare(self.kernels, weights.projection)
         self.ahead = ahead
         self._embedding_first = embedding_first
 

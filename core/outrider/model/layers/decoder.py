@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.device import ConfigError, KernelSet, ResidualStream, Weight
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.kernelset import BLOCKS
-from outrider.device.kernels.weights import linear
+from outrider.device.kernels.weights import linear, prepare
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.rope import query_scales
 from outrider.model.config.shapes import decoder_shape
@@ -59,6 +59,7 @@ class Decoder(LanguageModel):
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
         self._layers = create_layers(config, weights.layers, kernels, ranks)
+        prepare(kernels, weights.head)
 
     @property
     def embedding(self) -> Tensor:
@@ -155,4 +156,5 @@ class Decoder(LanguageModel):
         decoder = copy(self)
         decoder.weights = replace(self.weights, head=head)
         decoder._output_ids = ids
+        prepare(self.kernels, head)
         return decoder
