@@ -94,7 +94,7 @@ def conform(
     names, ``tests`` those with these ids; a run with either of them passes no level. Raises :class:`ConformanceError` if the
     run ends without a report.
     """
-    for needed in ("pytest", "hypothesis", *(["xdist"] if workers else [])):
+    for needed in ("pytest", *(["xdist"] if workers else [])):
         if importlib.util.find_spec(needed) is None:
             raise ConformanceError(f"the suite needs {needed}: pip install 'outrider[conformance]'")
     with scratch_directory("outrider-conform-") as scratch:
@@ -119,7 +119,7 @@ def conform(
         # are deleted with the directory, also after an interrupt.
         environment = {**_ONE_THREAD, **os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         place = ["--rootdir", str(scratch), "-c", _settings(scratch), "--basetemp", str(scratch / "tests")]
-        suite = [sys.executable, "-c", _PYTEST, "-p", "hypothesispytest", *place, *arguments]
+        suite = [sys.executable, "-c", _PYTEST, *place, *arguments]
         with child_session(suite, environment=environment, cwd=scratch, stdout=output) as child:
             code = child.wait()
         if code == OUTPUT_LOST:

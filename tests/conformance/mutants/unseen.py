@@ -15,6 +15,7 @@ from typing import Any
 
 from conformance.mutants.catalogue import patched
 from conformance.mutants.generated import kernels, reach
+from conformance.mutants.unseen_operands import faults
 
 CPU, THREADS, SIM, NPU = "cpu", "threads", "sim", "sim like npu"
 KERNELS, ENGINE = "test_l4_kernels", "test_l4_engine"
@@ -41,7 +42,7 @@ class Unseen:
 
 
 def plugins() -> dict[str, Unseen]:
-    made = [*drivers(), *numerics(), *asked(), *rare()]
+    made = [*drivers(), *numerics(), *operands(), *asked(), *rare()]
     found = {one.name: one for one in made}
     assert len(found) == len(made), "two plugins have one name"
     return found
@@ -170,6 +171,12 @@ def numerics() -> Iterator[Unseen]:
     make = kernels({kernel: _one_scratch(operand) for kernel, operand in operands.items()})
     promises = tuple(f"KernelSet.{kernel}" for kernel in (*operands, "attention_block", "mlp_block"))
     yield Unseen("kernels have one scratch for all streams", THREADS, 4, make, promises, (KERNELS,), "beside")
+
+
+def operands() -> Iterator[Unseen]:
+    for fault, kernel, make in faults():
+        promises = f"KernelSet.{kernel}", "KernelSet", "RecurrentKernels"
+        yield Unseen(fault, CPU, 4, kernels({kernel: make}), promises, (KERNELS,), kernel)
 
 
 def _odd_groups(kernel):
