@@ -94,6 +94,9 @@ def _check_of(drawn: KernelProblems, case: str) -> Generator[None]:
         found = AssertionError(f"{drawn.kernel} {case}: {error}")
         found.promise = first_sentence(f"KernelSet.{drawn.kernel.partition(',')[0]}")  # type: ignore[attr-defined]
         raise found from error
+    except Exception as error:
+        error.add_note(f"raised by {drawn.kernel} {case}; a kernel delegates shapes and dtypes that it can't do by super()")
+        raise
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
