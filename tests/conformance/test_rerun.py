@@ -120,3 +120,17 @@ def test_a_standard_output_that_cannot_be_written_is_one_error(redirection, code
     command = f"{shlex.quote(sys.executable)} -m outrider.cli.main conform --backend cpu --level L0 {redirection}"
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (code, said)
+
+
+@pytest.mark.slow
+def test_a_failed_test_that_runs_alone_says_why(tmp_path, monkeypatch):
+    (tmp_path / "no_figures.py").write_text(
+        "from outrider_cpu.backend import CpuBackend\nCpuBackend.memory_info = lambda self: None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    name = "test_l1_memory::test_memory_figures_are_numbers_of_bytes"
+    with open(tmp_path / "output", "w") as output:
+        conform("cpu", level="L1", tests=[name], extra=["-p", "no_figures"], output=output)
+    said = (tmp_path / "output").read_text()
+    assert f"1. 1 failed test: {name}" in said
+    assert "NoneType" in said
