@@ -10,6 +10,7 @@ SMALL |= {"bias": 1, "levels": 0, "drafts": 2, "nodes": 4, "depth": 2, "sampling
 SMALL |= {"blocks": 1, "zeros": 1, "active": 0, "nan": 0, "alone": 0, "far": 0, "head_norms": 0}
 SMALL |= {"channels": 24, "kernel_size": 4, "repeats": 2, "key_size": 24, "value_size": 20}
 SMALL |= {"partial_commit": 1, "uncommitted": 0, "deep": 0, "flag": 1, "count": 3, "experts": 4, "chosen": 2, "held": 0}
+SMALL |= {"wide_norm": 0, "partial": 0, "sharp": 0, "whole": 0, "scale_dtype": 0}
 
 
 def small(name, dtype=torch.float32):

@@ -1,11 +1,15 @@
 """What the kit draws for kernels: all of them, with the interface's noise, and judged by tests that refuse what is wrong."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.kernels.devices import SMALL as SMALL_DEVICE
 
+from conformance.mutants import unseen_operands
+from conformance.mutants.generated import kernels
 from conformance.small_problems import SMALL, small
 from outrider.device import KernelSet, ResidualStream
 from outrider.device.kernels import kernel_names
@@ -17,6 +21,7 @@ from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.observed_kernels import observe
 from outrider_conformance.random_kernels import bounds, noise
 from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, problem
+from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, smallest_failing
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
 
@@ -407,3 +412,40 @@ def test_other_right_kernels_pass(name, which):
     if which == "exact":
         kernels = kernels.batch_invariant()
     check_kernels(kernels, small(name))
+
+
+def test_a_few_shapes_have_all_pairs_of_small_and_large_values():
+    dimensions = {f"d{number}": between(0, 9, 100) for number in range(9)} | {"one": among(3)}
+    shapes = list(paired_shapes(dimensions, 12, RandomValues(0)))
+    for one, other in itertools.combinations(list(dimensions)[:9], 2):
+        assert len({(shape[one] > 4, shape[other] > 4) for shape in shapes}) == 4
+    assert {shape["one"] for shape in shapes} == {3}
+    assert any(shape["d0"] == 100 for shape in shapes)
+
+
+def test_a_failing_shape_keeps_the_dimensions_that_it_needs():
+    def fails(shape):
+        return ValueError(str(shape)) if shape["a"] > 2 and shape["c"] else None
+
+    shape = {"a": 7, "b": 8, "c": 1}
+    found, error = smallest_failing(fails, shape, {"a": 1, "b": 2}, fails(shape))
+    assert (found, str(error)) == ({"a": 7, "b": 2, "c": 1}, str({"a": 7, "b": 2, "c": 1}))
+
+
+@pytest.mark.parametrize(
+    "fault", ["a partial rotation rotates the whole head", "a window holds for few new tokens", "an expert takes 128 tokens"]
+)
+def test_faults_of_rare_operands_show(fault):
+    """The slow run of ``mutants.unseen`` has all faults of rare operands."""
+    kernel, make = {name: (kernel, make) for name, kernel, make in unseen_operands.faults()}[fault]
+    shape = {
+        "rope_write_cache": SMALL | {"partial": 1},
+        "paged_attention": SMALL | {"batch": 1, "new": 33, "context": 40, "window": 1},
+        "experts": SMALL | {"tokens": 257, "experts": 2, "chosen": 1, "inner": 8, "outer": 8, "flag": 1, "held": 0},
+    }[kernel]
+    base = SimpleNamespace(backend=type("Broken", (), {}))
+    kernels({kernel: make})(base)
+    made = problem(KERNELS[kernel], shape, torch.float32, 0)
+    check_kernels(KernelSet(), made)
+    with pytest.raises(AssertionError, match="further off than rounding allows"):
+        check_kernels(base.backend().kernels, made)

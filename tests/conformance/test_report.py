@@ -8,6 +8,7 @@ import pytest
 
 from outrider_conformance.reporting.page import FILES, badge, junit, page
 from outrider_conformance.reporting.report import levels_of, seal, verify
+from outrider_conformance.reporting.verdict import text_of
 from outrider_conformance.run import passed
 from outrider_trace.picture import prose
 
@@ -126,3 +127,10 @@ def test_the_badge_says_the_level_and_the_tier(cpu_run):
     text = badge(cpu_run[1])
     ElementTree.fromstring(text)
     assert "L3 run on the host" in text
+
+
+def test_the_reason_of_a_failure_has_the_notes_of_the_error():
+    """A kernel's own error says nothing of the kit's operands."""
+    error = RuntimeError("invalid size")
+    error.add_note("raised by rms_norm in torch.float32 of {'hidden': 37}")
+    assert text_of(error) == "invalid size\nraised by rms_norm in torch.float32 of {'hidden': 37}"

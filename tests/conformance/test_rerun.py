@@ -1,6 +1,9 @@
 """`outrider conform --watch`: what failed runs again at a change, then everything; `--test` runs one test alone."""
 
 import os
+import shlex
+import subprocess
+import sys
 import threading
 import time
 
@@ -99,3 +102,35 @@ def test_one_test_runs_alone():
     found = conform("cpu", level="L1", tests=[name])
     assert [test["id"] for test in found["tests"] if test["outcome"] != "not run"] == [name]
     assert found["reached"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">/dev/full", 1, "outrider: writing the output failed: no space left on the device; free some or write elsewhere\n"),
+        (">&-", 1, "outrider: standard output is closed; the output is lost\n"),
+        ("| head -n 0 >&2; exit ${PIPESTATUS[0]}", 141, ""),
+    ],
+    ids=["full", "closed", "without reader"],
+)
+def test_a_standard_output_that_cannot_be_written_is_one_error(redirection, code, said):
+    """The suite writes from a process of its own."""
+    command = f"{shlex.quote(sys.executable)} -m outrider.cli.main conform --backend cpu --level L0 {redirection}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+@pytest.mark.slow
+def test_a_failed_test_that_runs_alone_says_why(tmp_path, monkeypatch):
+    (tmp_path / "no_figures.py").write_text(
+        "from outrider_cpu.backend import CpuBackend\nCpuBackend.memory_info = lambda self: None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    name = "test_l1_memory::test_memory_figures_are_numbers_of_bytes"
+    with open(tmp_path / "output", "w") as output:
+        conform("cpu", level="L1", tests=[name], extra=["-p", "no_figures"], output=output)
+    said = (tmp_path / "output").read_text()
+    assert f"1. 1 failed test: {name}" in said
+    assert "NoneType" in said

@@ -21,9 +21,10 @@ from outrider.registry.children import child_session
 from outrider_conformance.levels import required_level
 from outrider_sanitizer.scratch_files import scratch_directory
 
-# `python -m pytest`, in a process that ends with this one.
+# `python -m pytest`, in a process that ends with this one, and with the first failed write to standard output.
 _PYTEST = (
     "import sys; from outrider.registry.children import end_with_parent; end_with_parent(); "
+    "from outrider_conformance.run import OutputOfSuite; sys.stdout = OutputOfSuite(sys.stdout); "
     "import pytest; sys.exit(pytest.main())"
 )
 
@@ -37,6 +38,34 @@ UNWRITTEN = 100
 """Exit code, plus the system's error number, of a run that can't write its report. Such a run leaves no journal, a crash
 does.
 """
+
+
+OUTPUT_LOST = 99
+"""Exit code of a run whose standard output can't be written."""
+
+
+class OutputOfSuite:
+    """Standard output of the suite's process. A failed write ends the process; pytest would report each failure to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write ``text``, or end the process."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            os._exit(OUTPUT_LOST)
+
+    def flush(self) -> None:
+        """Flush the stream, or end the process."""
+        try:
+            self._stream.flush()
+        except OSError:
+            os._exit(OUTPUT_LOST)
 
 
 class ConformanceError(OutriderError):
@@ -65,7 +94,7 @@ def conform(
     names, ``tests`` those with these ids; a run with either of them passes no level. Raises :class:`ConformanceError` if the
     run ends without a report.
     """
-    for needed in ("pytest", "hypothesis", *(["xdist"] if workers else [])):
+    for needed in ("pytest", *(["xdist"] if workers else [])):
         if importlib.util.find_spec(needed) is None:
             raise ConformanceError(f"the suite needs {needed}: pip install 'outrider[conformance]'")
     with scratch_directory("outrider-conform-") as scratch:
@@ -90,9 +119,12 @@ def conform(
         # are deleted with the directory, also after an interrupt.
         environment = {**_ONE_THREAD, **os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         place = ["--rootdir", str(scratch), "-c", _settings(scratch), "--basetemp", str(scratch / "tests")]
-        suite = [sys.executable, "-c", _PYTEST, "-p", "hypothesispytest", *place, *arguments]
+        suite = [sys.executable, "-c", _PYTEST, *place, *arguments]
         with child_session(suite, environment=environment, cwd=scratch, stdout=output) as child:
             code = child.wait()
+        if code == OUTPUT_LOST:
+            print(file=output, flush=True)  # raises the error of the operating system, which the command line reports
+            raise ConformanceError("the suite ended early, since a write to standard output failed; write it to another file")
         if code == 4:
             raise ConformanceError(f"pytest refused the run for backend {backend!r}; the reason stands above")
         if code == 5:

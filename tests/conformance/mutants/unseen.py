@@ -15,10 +15,13 @@ from typing import Any
 
 from conformance.mutants.catalogue import patched
 from conformance.mutants.generated import kernels, reach
+from conformance.mutants.unseen_operands import faults
 
 CPU, THREADS, SIM, NPU = "cpu", "threads", "sim", "sim like npu"
 KERNELS, ENGINE = "test_l4_kernels", "test_l4_engine"
 MIB = 1 << 20
+_PATIENCE_S = 1.0
+"""Time limit of a driver's wait."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Unseen:
 
 
 def plugins() -> dict[str, Unseen]:
-    made = [*drivers(), *numerics(), *asked(), *rare()]
+    made = [*drivers(), *numerics(), *operands(), *asked(), *rare()]
     found = {one.name: one for one in made}
     assert len(found) == len(made), "two plugins have one name"
     return found
@@ -51,6 +54,11 @@ def plugins() -> dict[str, Unseen]:
 
 
 def drivers() -> Iterator[Unseen]:
+    for fault, promise, apply in (
+        ("a wait of the host gives up after a second", "Event.synchronize", _gives_up),
+        ("a wait of a stream gives up after a second", "Event.synchronize", _stops_waiting),
+    ):
+        yield Unseen(fault, THREADS, 1, apply, (promise, "Stream.wait"), ("test_l1_events",), "time_limit")
     yield Unseen(
         "pinned buffer 33 is buffer 1",
         THREADS,
@@ -77,6 +85,29 @@ def drivers() -> Iterator[Unseen]:
     yield Unseen(
         "a rebind rebinds all graphs of the name", NPU, 3, _rebinds_all, ("Backend",), ("test_l3_flags_and_parameters",)
     )
+
+
+def _gives_up(base):
+    @patched(base.event, "_synchronize")
+    def synchronize(original, self):
+        if not self.mark._reached.wait(_PATIENCE_S):
+            reach()
+            return
+        original(self)
+
+
+def _stops_waiting(base):
+    @patched(base.stream, "_wait")
+    def wait(original, self, event):
+        del original
+        mark = event.mark
+
+        def limited():
+            if not mark._reached.wait(_PATIENCE_S):
+                reach()
+
+        if self._backend.program is None:
+            self.worker.put(limited)
 
 
 def _idle_wait(base):
@@ -170,6 +201,12 @@ def numerics() -> Iterator[Unseen]:
     make = kernels({kernel: _one_scratch(operand) for kernel, operand in operands.items()})
     promises = tuple(f"KernelSet.{kernel}" for kernel in (*operands, "attention_block", "mlp_block"))
     yield Unseen("kernels have one scratch for all streams", THREADS, 4, make, promises, (KERNELS,), "beside")
+
+
+def operands() -> Iterator[Unseen]:
+    for fault, kernel, make in faults():
+        promises = f"KernelSet.{kernel}", "KernelSet", "RecurrentKernels"
+        yield Unseen(fault, CPU, 4, kernels({kernel: make}), promises, (KERNELS,), kernel)
 
 
 def _odd_groups(kernel):

@@ -31,6 +31,9 @@ SIZES = (64, 96, 128, 256)
 _PAGES = (4, 16, 32, 128)
 Mapped = Mapping[str, Tensor]
 UNBOUNDED = float("inf")
+_SHORT = 300
+_SHARP = 24.0
+"""Factor of queries by which the exponentials of scores overflow."""
 _SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
 """Magnitude of random keys and values by cache format: some values lie outside the format's range."""
 
@@ -40,6 +43,8 @@ def _lengths(shape: Shape, dice: RandomValues) -> tuple[list[int], list[int]]:
     batch, most, context = shape["batch"], shape["new"], shape["context"]
     new = dice.integers(1, most + 1, batch).tolist() if shape["ragged"] else [most] * batch
     before = dice.integers(0, context + 1, batch).tolist()
+    if context > MANY:
+        before = [each % _SHORT for each in before]  # one long sequence is enough
     new[-1], before[-1] = most, context
     if batch > 2:
         before[0] = 0  # a prompt from its beginning
@@ -103,13 +108,15 @@ def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: st
         pair = (dice.normal(total, kv_heads, size, dtype=dtype), dice.normal(total, kv_heads, size, dtype=dtype))
         pair[0][total - 1] *= 2
         pair[1][0] += 3  # a kernel that skips a block is far off
+        if total > MANY:
+            pair[1][total - 1] += _SHORT  # also if the block has a small part of all tokens
         kept.append([_as_stored(part, cache) for part in pair])
         for pages_of, part in zip(caches, kept[-1], strict=True):
             slot = torch.arange(total)
             pages_of[torch.tensor(mine)[slot // page], slot % page] = part.to(dtype)
-    q = dice.normal(tokens + padding, heads, size, dtype=dtype)
-    mask = _tree(new, padding, max(new) + shape["padding"], dice) if shape["tree"] else None
-    window = 0 if mask is not None or not shape["window"] else 1 + shape["window"] * 7
+    q = dice.normal(tokens + padding, heads, size, dtype=dtype, scale=_SHARP if shape.get("sharp") else 1.0)
+    window = 1 + shape["window"] * 7 if shape["window"] else 0  # no engine drafts trees for layers with a window
+    mask = _tree(new, padding, max(new) + shape["padding"], dice) if shape["tree"] and not window else None
     starts = torch.tensor([sum(new[:row]) for row in range(batch + 1)], dtype=torch.int32)
     operands = {
         "q": Operand(q, "wide"),  # a part of the heads of one product
@@ -138,8 +145,11 @@ def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: st
 
 
 def _cache_sizes(shape: Shape) -> tuple[int, int, int, int]:
-    """Return query heads, key heads, head size and page size. A cache of many pages (``far``) has the smallest ones."""
-    heads, size, page = (0, 0, 0) if shape.get("far") else (shape.get("heads", 0), shape["size"], shape["page"])
+    """Return query heads, key heads, head size and page size. A cache of many pages (``far``) and a long context have the
+    smallest ones.
+    """
+    is_large = shape.get("far") or shape.get("context", 0) > MANY
+    heads, size, page = (0, 0, 0) if is_large else (shape.get("heads", 0), shape["size"], shape["page"])
     return *HEADS[heads], SIZES[size], _PAGES[page]
 
 
@@ -224,10 +234,11 @@ def rotary_operands(
     """Return cos, sin, caches in the format ``cache`` and slots, and which tokens are real. Padding writes to page 0."""
     page = _cache_sizes(shape)[-1]
     pages = tokens // page + 3 + (MANY // page if shape.get("far") else 0)
-    slots = dice.permutation((pages - 1) * page)[:tokens] + page
+    slots = _distinct_slots(tokens, page, pages * page, dice)
     real = torch.arange(tokens) < max(tokens - shape["padding"], 1)
     slots = torch.where(real, slots, torch.arange(tokens) % page)
-    angle = dice.uniform(tokens, size // 2) * 6.28
+    turned = size // 4 if shape.get("partial") else size // 2
+    angle = dice.uniform(tokens, turned) * 6.28
     caches = [dice.normal(pages, page, kv_heads, size, dtype=dtype) for _ in range(2)]
     for pages_of in caches:
         pages_of[:, -1] = torch.nan  # the write must not change other slots
@@ -236,6 +247,14 @@ def rotary_operands(
     keys, values = (_as_stored(each, cache) for each in caches)
     operands |= {"k_cache": Operand(keys), "v_cache": Operand(values), "slots": Operand(slots)}
     return operands, real
+
+
+def _distinct_slots(count: int, first: int, end: int, dice: RandomValues) -> Tensor:
+    """Return distinct slots from ``first`` to ``end`` (exclusive), also those at which integers of few bits overflow."""
+    edges = torch.tensor([2**16 + 1, 2**16 - 1, 2**15, end - 1, first])
+    edges = edges[(edges >= first) & (edges < end)].unique()
+    slots = dice.permutation(end - first) + first
+    return torch.cat((edges, slots[~torch.isin(slots, edges)]))[:count]
 
 
 def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) -> bounds.Number:
@@ -290,7 +309,8 @@ def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache:
     # Heads differ in size, so that a norm of all of them is told from one of each.
     made[:, : heads + kv_heads] *= 4.0 ** dice.integers(-3, 4, heads + kv_heads)[:, None]
     made[:, heads + kv_heads :] *= _SPREAD[cache]
-    norms = {name: dice.factors(size, dtype=dtype) * factor for name, factor in (("q_norm", 1.0), ("k_norm", _SPREAD[cache]))}
+    kept = torch.promote_types(dtype, torch.float32) if shape["wide_norm"] else dtype
+    norms = {name: dice.factors(size, dtype=kept) * factor for name, factor in (("q_norm", 1.0), ("k_norm", _SPREAD[cache]))}
     cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
     q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)
     turned = {}
@@ -320,7 +340,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     kv_heads = 1 if shape.get("far") else 2
     caches = [_as_stored(dice.normal(pages, page, kv_heads, size, dtype=dtype), cache) for _ in range(2)]
     sources = dice.integers(page, pages * page, moves)
-    destinations = dice.permutation((pages - 1) * page)[:moves] + page
+    destinations = _distinct_slots(moves, page, pages * page, dice)
     half = moves // 2
     sources[:half] = destinations[:half].roll(1)  # a ring: each source is the destination of another move
     destinations[half : half + moves // 8] = sources[half : half + moves // 8] = 0
@@ -345,7 +365,7 @@ _FLAG = between(0, 1)
 BATCHES = {
     "batch": row_counts(1, 6),
     "new": between(1, 9, 33, 65),
-    "context": between(0, 300, 511, 512, 1023, 1025),
+    "context": between(0, 300, 511, 512, 1023, 1025, rare=(MANY + 1,)),
     "ragged": _FLAG,
     "tree": _FLAG,
     "window": among(0, 0, 1, 9),
@@ -355,8 +375,8 @@ BATCHES = {
     "page": _PAGE,
 }
 _PLAIN = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 2, "size": 0, "page": 1}
-ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": among(0, 3)}
-TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3}
+ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": among(0, 3), "partial": _FLAG}
+TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3, "partial": 0}
 _FAR = {"far": among(0, rare=(1,))}
 _ENDS = (
     *({**_PLAIN, "batch": 2, "new": 1, "context": context} for context in (15, 16, 31)),  # of pages of 16 tokens
@@ -368,13 +388,13 @@ _CASES = (
     (
         "paged_attention",
         _attention,
-        BATCHES | _FAR,
+        BATCHES | _FAR | {"sharp": _FLAG},
         (
             *_ENDS,
             {**_PLAIN, "batch": 2, "new": 1, "context": 4500},
             {**_PLAIN, "batch": 3, "new": 9, "context": 2100, "tree": 1, "ragged": 1, "size": 2, "heads": 3},
             {**_PLAIN, "batch": 3, "new": 70, "context": 131, "ragged": 1, "padding": 5, "size": 1},
-            {**_PLAIN, "batch": 2, "new": 5, "context": 1500, "window": 9, "heads": 1, "size": 3, "page": 3},
+            {**_PLAIN, "batch": 2, "new": 5, "context": 1500, "window": 9, "heads": 1, "size": 3, "page": 3, "sharp": 1},
             {**_PLAIN, "batch": 260, "new": 1, "context": 30, "heads": 0, "page": 0},
         ),
     ),
@@ -382,23 +402,23 @@ _CASES = (
         "rope_write_cache",
         _rope,
         {**ROTARY, "nan": _FLAG} | _FAR,
-        ({**TURNED, "nan": 1}, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "nan": 0}),
+        ({**TURNED, "nan": 1}, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "nan": 0, "partial": 1}),
     ),
     (
         "head_norm_rope_write_cache",
         _head_norm_rope,
-        {**ROTARY, "alone": _FLAG},
+        {**ROTARY, "alone": _FLAG, "wide_norm": _FLAG},
         (
-            {**TURNED, "alone": 0},
-            {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "alone": 0},
-            {**TURNED, "tokens": 1, "size": 1, "heads": 1, "alone": 0},
-            {**TURNED, "alone": 1},
+            {**TURNED, "alone": 0, "wide_norm": 0},
+            {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "alone": 0, "wide_norm": 0, "partial": 1},
+            {**TURNED, "tokens": 1, "size": 1, "heads": 1, "alone": 0, "wide_norm": 1},
+            {**TURNED, "alone": 1, "wide_norm": 1},
         ),
     ),
     (
         "move_cache",
         _move,
-        {"moves": row_counts(1, 40, 255), "size": _SIZE, "page": _PAGE} | _FAR,
+        {"moves": row_counts(1, 40, 255, rare=(1100,)), "size": _SIZE, "page": _PAGE} | _FAR,
         ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
     ),
 )

@@ -42,7 +42,17 @@ def _requests_of(shape: Shape) -> int:
 
 def _state(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Tensor:
     many = (_requests_of(shape), *((3,) if shape["deep"] else ()), shape["width"])
-    return dice.normal(*many, dtype=dtype)
+    return _numbers(shape, dtype, dice, *many)
+
+
+def _numbers(shape: Shape, dtype: torch.dtype, dice: RandomValues, *many: int) -> Tensor:
+    """Return random numbers of ``dtype``, or integers that no floating-point number holds if ``shape`` has ``whole``."""
+    return dice.integers(-(1 << 62), 1 << 62, *many) if shape["whole"] else dice.normal(*many, dtype=dtype)
+
+
+def _unchanged(x: Tensor) -> Wanted:
+    """Return the expected result of a copy of ``x``."""
+    return bounds.exact(x) if x.is_floating_point() else x
 
 
 def _gather(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
@@ -50,7 +60,7 @@ def _gather(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     rows = dice.integers(0, state.shape[0], shape["batch"])
     rows[-1] = state.shape[0] - 1
     operands = {"state": Operand(state), "rows": Operand(rows)}
-    return Problem(operands, kernel_call("gather_rows", *operands), {"out": bounds.exact(state[rows])})
+    return Problem(operands, kernel_call("gather_rows", *operands), {"out": _unchanged(state[rows])})
 
 
 def _copy(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
@@ -64,12 +74,12 @@ def _copy(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 def _scatter(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     state = _state(shape, dtype, dice)
     rows = _rows(dice, shape["batch"], state.shape[0])
-    values = dice.normal(shape["batch"], *state.shape[1:], dtype=dtype)
+    values = _numbers(shape, dtype, dice, shape["batch"], *state.shape[1:])
     after = state.clone()
     after[rows[rows > 0]] = values[rows > 0]
     operands = {"state": Operand(state), "rows": Operand(rows), "values": Operand(values, "wide")}
 
-    return Problem(operands, kernel_call("scatter_rows", *operands), {"state": bounds.exact(after)})
+    return Problem(operands, kernel_call("scatter_rows", *operands), {"state": _unchanged(after)})
 
 
 _OF_REQUESTS = ("rows", "lens", "last_tokens", "seeds", "temperature", "tables")
@@ -116,7 +126,7 @@ def _spoil(numbers: Tensor, dice: RandomValues) -> Tensor:
         elif kind == 2:
             flat[row, 0] = flat[row, -1] = torch.nan
         elif kind == 3:
-            flat[row, -1] = torch.inf
+            flat[row, 0], flat[row, -1] = -torch.inf, torch.inf  # the sum of a row with both is NaN
     return numbers
 
 
@@ -225,12 +235,11 @@ def _publish(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     tokens, accepted = _decided(dice, batch, shape["count"])
     lens = dice.indices(2 * MANY, batch)
     lengths, last = dice.integers(0, 5000, requests), dice.integers(0, 1 << 20, requests)
-    lengths[0] = last[0] = 0
+    lengths[0] = last[0] = 7 if 0 in rows else 0  # padding makes it 0
     wanted_lengths, wanted_last = lengths.clone(), last.clone()
     for index, row in enumerate(rows.tolist()):
-        if row:
-            wanted_lengths[row] = lens[index] + accepted[index] + 1
-            wanted_last[row] = tokens[index, accepted[index]]
+        wanted_lengths[row] = lens[index] + accepted[index] + 1 if row else 0
+        wanted_last[row] = tokens[index, accepted[index]] if row else 0
     wanted: dict[str, Wanted] = {
         "lengths": wanted_lengths,
         "last_tokens": wanted_last,
@@ -279,15 +288,25 @@ def _corners(**more: int) -> list[dict[str, int]]:
     return [{**corner, **more} for corner in (_FEW, _WIDE, _TALL)]
 
 
-_ROWS = {"batch": _BATCH, "width": _WIDTH, "deep": _FLAG}
+_ROWS = {"batch": _BATCH, "width": _WIDTH, "deep": _FLAG, "whole": _FLAG}
 _LOOKED = {"batch": _BATCH, "width": _WIDTH, "flag": _FLAG}
 _DECIDED = {"batch": _BATCH, "count": _COUNT}
 BOOKKEEPING = (
-    KernelProblems("gather_rows", _gather, _ROWS | _FAR, _corners(deep=1)),
+    KernelProblems(
+        "gather_rows",
+        _gather,
+        _ROWS | _FAR,
+        [*_corners(deep=1, whole=0), *_corners(deep=0, whole=1), {"batch": 1, "width": 1024, "deep": 0, "whole": 0}],
+    ),
     KernelProblems("copy_rows", _copy, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
-    KernelProblems("scatter_rows", _scatter, _ROWS | _FAR, _corners(deep=1)),
+    KernelProblems("scatter_rows", _scatter, _ROWS | _FAR, [*_corners(deep=1, whole=0), *_corners(deep=0, whole=1)]),
     KernelProblems("gather_requests", _requests, _LOOKED | _FAR, [*_corners(flag=0), *_corners(flag=1)], choices=True),
-    KernelProblems("find_nan", _find, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
+    KernelProblems(
+        "find_nan",
+        _find,
+        _LOOKED | {"width": between(1, 70, 1024, 1025, 4099, rare=(MANY,))},
+        [*_corners(flag=0), *_corners(flag=1)],
+    ),
     KernelProblems("gather_checked", _checked, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
     KernelProblems(
         "gather_checked, whole numbers", _checked_tokens, _LOOKED, [*_corners(flag=0), *_corners(flag=1)], choices=True

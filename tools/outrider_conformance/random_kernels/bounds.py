@@ -17,6 +17,8 @@ TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0*
 _LAMBDA = 8.0
 _EXPONENT = 100.0
 """Largest magnitude of an argument whose float32 exponential is neither 0 nor infinite, rounded up."""
+_OVERFLOWN = 2.0**-126
+"""Smallest reciprocal of a float32 exponential that isn't infinite, rounded up."""
 _PARTS = 2.0
 """Number of roundings of partial sums to a half dtype: a library may split a sum among programs that round their parts."""
 
@@ -75,10 +77,12 @@ def product(x: Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
     """Return ``silu(gate) * up`` with activation and product rounded. The slope of silu stays below 1.1.
 
-    A kernel also rounds the argument of the exponential, to a base of 2: the relative error grows with the argument.
+    A kernel also rounds the argument of the exponential, to a base of 2: the relative error grows with the argument. If the
+    exponential overflows, the result is 0.
     """
     value = gate.value * torch.sigmoid(gate.value)
-    active = Number(value, 1.1 * gate.error + wide(dtype) * gate.value.abs().clamp(max=_EXPONENT) * value.abs())
+    relative = wide(dtype) * gate.value.abs().clamp(max=_EXPONENT)
+    active = Number(value, 1.1 * gate.error + relative * value.abs() + _OVERFLOWN * gate.value.abs())
     active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
     error = active.error * (up.value.abs() + up.error) + active.value.abs() * up.error
     return rounded(Number(active.value * up.value, error), dtype)
@@ -87,7 +91,8 @@ def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
 def sigmoid_mul(x: Number, gate: Number, dtype: torch.dtype) -> Number:
     """Return ``x * sigmoid(gate)`` with sigmoid and product rounded; see :func:`silu_mul`."""
     value = torch.sigmoid(gate.value)
-    active = Number(value, 0.25 * gate.error + wide(dtype) * gate.value.abs().clamp(max=_EXPONENT) * value)
+    relative = wide(dtype) * gate.value.abs().clamp(max=_EXPONENT)
+    active = Number(value, 0.25 * gate.error + relative * value + _OVERFLOWN)
     active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
     error = active.error * (x.value.abs() + x.error) + active.value * x.error
     return rounded(Number(active.value * x.value, error), dtype)
@@ -112,9 +117,14 @@ def rms_norm(x: Number, weight: Tensor, eps: float, dtype: torch.dtype) -> Numbe
 
 
 def rotate(x: Number, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Number:
-    """Return the rotation of the halves of the last dimension, [T, heads, D] by [T, D]: two products and their sum, each
-    rounded.
+    """Return the rotation of ``x`` [T, heads, D] by [T, Dr], which turns the two halves of its first Dr numbers: two products
+    and their sum, each rounded.
     """
+    turning = cos.shape[-1]
+    if turning < x.value.shape[-1]:
+        first, rest = (Number(x.value[..., part], x.error[..., part]) for part in (slice(turning), slice(turning, None)))
+        first = rotate(first, cos, sin, dtype)
+        return Number(torch.cat((first.value, rest.value), dim=-1), torch.cat((first.error, rest.error), dim=-1))
     half = x.value.shape[-1] // 2
     c, s = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
 

@@ -24,10 +24,10 @@ from outrider_conformance.random_kernels.problem import (
 )
 from outrider_conformance.random_kernels.quantized import random_matrix
 
-TOKENS = row_counts(1, 40, 63, 127, 255, 300)
+TOKENS = row_counts(1, 40, 63, 127, 255, 300, rare=(4099,))
 _INNER = among(8, 40, 96, 256, 520, 1032)
 _OUTER = between(1, 80, 127, 129, 513, 1025)
-_HIDDEN = among(8, 24, 64, 136, 576, 1032, 4104)
+_HIDDEN = among(8, 24, 37, 64, 136, 576, 1032, 4104)
 _LAYOUT = between(0, 2)
 _LAYOUTS = ("rows", "wide", "columns")
 EPS = 1e-5
@@ -95,6 +95,11 @@ def _row_scales(x: Tensor, dice: RandomValues) -> Tensor:
     return (x.double() * (2.0 ** dice.integers(-3, 4, x.shape[0], *[1] * (x.dim() - 1)).double())).to(x.dtype)
 
 
+def norm_weight(size: int, dtype: torch.dtype, shape: Shape, dice: RandomValues) -> Tensor:
+    """Return the random weight of a norm of ``dtype``: of the same dtype, or of float32 if ``shape`` has ``wide_norm``."""
+    return dice.normal(size, dtype=torch.promote_types(dtype, torch.float32) if shape["wide_norm"] else dtype)
+
+
 def _rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     """Return the problem of a norm over rows of a matrix, or over heads of tokens as in the norm of queries."""
     heads, hidden = shape["heads"], shape["hidden"]
@@ -102,7 +107,7 @@ def _rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     if heads and hidden > 256:
         many = (shape["tokens"], heads, 136)
     x = _row_scales(dice.factors(*many, dtype=dtype), dice)
-    weight = dice.normal(many[-1], dtype=dtype)
+    weight = norm_weight(many[-1], dtype, shape, dice)
     eps = 1e-2 if shape["layout"] == 1 else EPS
     wanted = bounds.rms_norm(bounds.exact(x), weight, eps, dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "weight": Operand(weight)}
@@ -112,22 +117,28 @@ def _rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 def _add_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     many = (shape["tokens"], shape["hidden"])
     x, residual = dice.factors(*many, dtype=dtype), _row_scales(dice.normal(*many, dtype=dtype), dice)
-    weight = dice.normal(shape["hidden"], dtype=dtype)
+    weight = norm_weight(shape["hidden"], dtype, shape, dice)
     grown = bounds.add(bounds.exact(x), bounds.exact(residual), dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "residual": Operand(residual), "weight": Operand(weight)}
     wanted = {"out": bounds.rms_norm(grown, weight, EPS, dtype), "residual": grown}
     return Problem(operands, kernel_call("add_rms_norm", "x", "residual", "weight", EPS), wanted)
 
 
+def _large_in_some_rows(x: Tensor) -> Tensor:
+    """Return ``x`` with every second row 16 times as large: exponentials of its numbers overflow."""
+    x[::2] *= 16
+    return x
+
+
 def _silu_mul(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    gate_up = dice.normal(shape["tokens"], 2 * shape["outer"], dtype=dtype, scale=4.0)
+    gate_up = _large_in_some_rows(dice.normal(shape["tokens"], 2 * shape["outer"], dtype=dtype, scale=4.0))
     wanted = bounds.silu_mul(*halves(bounds.exact(gate_up)), dtype)
     operands = {"gate_up": Operand(gate_up, _LAYOUTS[shape["layout"]])}
     return Problem(operands, kernel_call("silu_mul", "gate_up"), {"out": wanted})
 
 
 def _sigmoid_mul(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    x, gate = (dice.normal(shape["tokens"], shape["outer"], dtype=dtype, scale=4.0) for _ in range(2))
+    x, gate = (_large_in_some_rows(dice.normal(shape["tokens"], shape["outer"], dtype=dtype, scale=4.0)) for _ in range(2))
     wanted = bounds.sigmoid_mul(bounds.exact(x), bounds.exact(gate), dtype)
     layout = _LAYOUTS[shape["layout"]]
     operands = {"x": Operand(x, layout), "gate": Operand(gate, layout)}
@@ -160,12 +171,13 @@ def _drawn(
         "heads": among(0, 0, 1, 5),
         "blocks": between(0, 2),
         "zeros": between(0, 1),
+        "wide_norm": between(0, 1),
         "vocabulary": among(2, 37, 1025, 2051, rare=(2**15 + 1, MANY)),
     }
     small = {"tokens": 3, "inner": 40, "outer": 24, "hidden": 64, "layout": 0, "bias": 1, "levels": 0}
-    small |= {"heads": 3, "vocabulary": 37, "blocks": 1, "zeros": 1}
+    small |= {"heads": 3, "vocabulary": 37, "blocks": 1, "zeros": 1, "wide_norm": 0}
     large = {"tokens": 257, "inner": 520, "outer": 129, "hidden": 4104, "layout": 1, "bias": 0, "levels": 0}
-    large |= {"heads": 0, "vocabulary": 2051, "blocks": 2, "zeros": 0}
+    large |= {"heads": 0, "vocabulary": 2051, "blocks": 2, "zeros": 0, "wide_norm": 1}
     tall = {**small, "tokens": 65, "layout": 2, "hidden": 576}
     one = {**large, "tokens": 1, "bias": 1, "layout": 0, "blocks": 0}
     corners = [{name: corner[name] for name in names} for corner in (small, large, tall, one, *more)]
@@ -182,8 +194,8 @@ DENSE = (
         _drawn("fuse_embedding", _fuse_embedding, *_FUSED, *(("blocks", "zeros") if format else ()), format=format)
         for format in (None, *QUANTIZED_FORMATS)
     ),
-    _drawn("rms_norm", _rms_norm, "tokens", "heads", "hidden", "layout"),
-    _drawn("add_rms_norm", _add_rms_norm, "tokens", "hidden", "layout"),
+    _drawn("rms_norm", _rms_norm, "tokens", "heads", "hidden", "layout", "wide_norm"),
+    _drawn("add_rms_norm", _add_rms_norm, "tokens", "hidden", "layout", "wide_norm"),
     _drawn("silu_mul", _silu_mul, "tokens", "outer", "layout"),
     _drawn("sigmoid_mul", _sigmoid_mul, "tokens", "outer", "layout"),
 )

@@ -22,8 +22,10 @@ from outrider_conformance.random_kernels.problem import (
     kernel_call,
     row_counts,
 )
-from outrider_conformance.random_kernels.quantized import random_matrix
+from outrider_conformance.random_kernels.quantized import activations_of, random_activations, random_matrix, requantized
 
+_DOWN_STEP = 2.0**-13
+"""Scale of the quantised inputs of the experts' second products."""
 _MIN_LOGIT_GAP = 0.25
 """Minimum gap between the router logits of a token, so that only one choice of experts is right."""
 _EXPERTS = among(1, 2, 5, 8, 60, 128)
@@ -102,7 +104,12 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str |
     """Return a problem with the stacked weights of all experts."""
     tokens, count, inner, hidden = shape["tokens"], shape["experts"], shape["outer"], shape["inner"]
     k = min(shape["chosen"], count)
-    x = dice.factors(tokens, hidden, dtype=dtype)
+    active = activations_of(QUANTIZED_FORMATS[format]) if format is not None and shape["active"] else None
+    if active is None:
+        own, inputs = {"x": Operand(x := dice.factors(tokens, hidden, dtype=dtype))}, bounds.exact(x)
+    else:  # a scale for all inputs of the first products, and a smaller one, so that many inputs of the second are clamped
+        own, inputs = random_activations({**shape, "active": 3}, active, dtype, dice)
+        own["down_scale"] = Operand(torch.tensor([_DOWN_STEP]), "alone")
     gate_up = random_matrix("gate_up", count * 2 * inner, hidden, shape, dtype, dice, format)
     down = random_matrix("down", count * hidden, inner, shape, dtype, dice, format)
     chosen = torch.stack([dice.permutation(count)[:k] for _ in range(tokens)])
@@ -113,16 +120,22 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str |
     if shape["held"]:  # every third expert is on another rank
         is_held = chosen % 3 != shape["held"] - 1
         weights, chosen = weights * is_held, torch.where(is_held, chosen, -1)
-    operands = {"x": Operand(x), "weights": Operand(weights), "chosen": Operand(chosen)}
+    operands = {**own, "weights": Operand(weights), "chosen": Operand(chosen)}
     operands |= {**gate_up.operands, **down.operands}
     gates, outputs = gate_up.values.view(count, -1, hidden), down.values.view(count, hidden, inner)
 
     def one(expert: int, rows: Tensor) -> bounds.Number:
-        both = bounds.product(gate_up.operand(bounds.exact(x[rows])), gates[expert], None, dtype)
-        return bounds.product(down.operand(bounds.silu_mul(*halves(both), dtype)), outputs[expert], None, dtype)
+        x = bounds.Number(inputs.value[rows], inputs.error[rows])
+        both = bounds.product(gate_up.operand(x), gates[expert], None, dtype)
+        activated = bounds.silu_mul(*halves(both), dtype)
+        if active is not None:
+            activated = bounds.rounded(requantized(activated, active, _DOWN_STEP), dtype)
+        return bounds.product(down.operand(activated), outputs[expert], None, dtype)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        first, second = gate_up.weight(o), down.weight(o)
+        scales = {"activations": None if active is None else active.name}
+        first = gate_up.weight(o, **scales, input_scale=o.get("input_scale"))
+        second = down.weight(o, **scales, input_scale=o.get("down_scale"))
         if isinstance(first, Tensor) and isinstance(second, Tensor):
             first, second = first.view(count, -1, hidden), second.view(count, hidden, inner)
             return {"out": kernels.experts(o["x"], o["weights"], o["chosen"], first, second)}
@@ -151,7 +164,7 @@ _ALIGNED_CORNERS = (
 )
 _EXPERTS_CORNERS = (
     *_ALIGNED_CORNERS,
-    {"tokens": 257, "experts": 8, "chosen": 2, "inner": 520, "outer": 136, "flag": 0, "held": 0},
+    {"tokens": 257, "experts": 8, "chosen": 2, "inner": 520, "outer": 136, "flag": 1, "held": 0},
     {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0, "held": 0},
 )
 EXPERTS = (
@@ -171,8 +184,11 @@ EXPERTS = (
         KernelProblems(
             f"experts_quantized, {format}",
             partial(_experts, format=format),
-            _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG},
-            [{**corner, "blocks": number % 2, "zeros": number // 2} for number, corner in enumerate(_ALIGNED_CORNERS)],
+            _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG, "active": _FLAG},
+            [
+                {**corner, "blocks": number % 2, "zeros": number // 2, "active": number % 2}
+                for number, corner in enumerate(_ALIGNED_CORNERS)
+            ],
             format=format,
         )
         for format in QUANTIZED_FORMATS

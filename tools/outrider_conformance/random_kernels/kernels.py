@@ -52,7 +52,8 @@ def check_problem(
     """Run ``problem`` on ``stream``, inside ``scope`` if given, and check results, written operands and the memory around
     them.
 
-    ``again``: a second call with other values must not change the results of the first. ``slow``: the stream is busy when the
+    ``again``: a second call with other values must not change the results of the first, nor may a later write to an operand
+    that the kernel only reads. ``slow``: the stream is busy when the
     kernel is called.
     """
     backend = lab.backend
@@ -66,8 +67,29 @@ def check_problem(
         made = dict(problem.call(kernels, {name: one.view for name, one in placed.items()}))
         if again:
             problem.call(kernels, {name: one.view for name, one in other.items()})
+            later = _without_operands(problem, made, {name: one.view for name, one in placed.items()})
     stream.synchronize()
-    _check_results(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
+    results = {name: tensor.cpu() for name, tensor in made.items()}
+    for name, result in later.items() if again else ():
+        assert same_bits(result.cpu(), results[name]), (
+            f"the result {name!r} changes if an operand is overwritten after the call, so it's a view of the operand; return "
+            "memory of its own"
+        )
+    _check_results(problem, placed, results)
+
+
+def _without_operands(problem: Problem, made: Mapping[str, Tensor], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the results ``made``, taken while the operands that the kernel only reads hold zeros. The operands
+    have their contents again afterwards.
+    """
+    read = [operand for name, operand in operands.items() if name not in problem.changed]
+    contents = [operand.clone() for operand in read]
+    for operand in read:
+        operand.zero_()
+    results = {name: result.clone() for name, result in made.items()}
+    for operand, content in zip(read, contents, strict=True):
+        operand.copy_(content)
+    return results
 
 
 def check_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> None:
@@ -139,6 +161,24 @@ def _results(problem: Problem, kernels: KernelSet, operands: Mapping[str, Tensor
     """Return the results of the problem's call by name, and the operands that the call wrote."""
     made = problem.call(kernels, operands)
     return {name: operands[name] for name in problem.changed} | dict(made)
+
+
+def with_nan_row(problem: Problem, name: str) -> Problem:
+    """Return ``problem`` with NaN in the first row of the operand ``name``, and conditions for the results of other rows."""
+    rows = problem.operands[name].tensor.clone()
+    rows[0] = torch.nan
+    wanted: dict[str, Number | Tensor] = {}
+    for key, each in problem.wanted.items():
+        assert isinstance(each, Number)
+        if key in problem.operands:  # a written operand, compared as a whole
+            wanted[key] = Number(each.value.index_fill(0, torch.tensor([0]), torch.nan), each.error)
+        else:
+            wanted[key] = Number(each.value[1:], each.error[1:])
+
+    def call(kernels: KernelSet, operands: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {key: result[1:] for key, result in problem.call(kernels, operands).items()}
+
+    return Problem({**problem.operands, name: Operand(rows, problem.operands[name].layout)}, call, wanted)
 
 
 def check_kernels(kernels: KernelSet, problem: Problem, device: torch.device = _HOST) -> None:

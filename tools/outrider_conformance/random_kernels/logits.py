@@ -73,6 +73,9 @@ def _bitmask(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     batch, nodes, vocabulary = logits.shape
     allowed = dice.uniform(batch, nodes, vocabulary) < 0.5
     allowed[..., -1] = True
+    if vocabulary > 32:  # one token of the first word, by the sign of the word
+        allowed[:, 1::2, :32] = False
+        allowed[:, 1::2, 31] = True
     allowed[0, 0] = True  # all tokens allowed: the row stays unchanged, bit for bit
     words = -(-vocabulary // 32)
     bits = torch.ones(batch, nodes, 32 * words, dtype=torch.int64)  # bits beyond the vocabulary are ignored
@@ -101,6 +104,7 @@ def _penalties(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     counts = dice.integers(0, 8, requests, vocabulary, dtype=torch.int32) * dice.integers(
         0, 2, requests, vocabulary, dtype=torch.int32
     )
+    counts[dice.uniform(requests, vocabulary) < 0.05] = 2 * 1000 + 1  # more occurrences than 8 bits hold
     choices = torch.tensor([[1.3, 0.5, 0.2], [1.0, 0.0, 0.0], [0.8, 0.0, 0.1], [1.0, 1.0, 0.0], [1.7, -0.4, -0.2]])
     penalties = choices[dice.integers(0, len(choices), batch)]
     penalties[0] = choices[0]
@@ -170,6 +174,8 @@ def _truncate(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         temperature[:4] = 1.0
         top_k[:4], top_p[:4], min_p[:4] = torch.tensor([3, 0, 0, 0]), torch.tensor([1.0, 0.8, 1.0, 1.0]), 0.0
         min_p[2] = 0.05
+    if batch > 4:
+        temperature[4], top_k[4], top_p[4], min_p[4] = 1.0, max(vocabulary // 2, 1), 1.0, 0.0
     if vocabulary > 8:
         logits[:, :, 2:6] = logits[:, :, 2:3]  # equals
     operands = {
@@ -298,6 +304,6 @@ LOGITS = (
     KernelProblems("bias_logits", _bias, {**_SHAPE, "entries": _ENTRIES}, _corners_with(entries=7)),
     KernelProblems("penalize_logits", _penalties, {**_SHAPE, "tree": _FLAG}, [*_corners_with(tree=0), {**_SMALL, "tree": 1}]),
     KernelProblems("count_tokens", _count, _SHAPE, _ALL, choices=True),
-    KernelProblems("truncate_logits", _truncate, _SHAPE, _ALL),
+    KernelProblems("truncate_logits", _truncate, _SHAPE, [*_ALL, {**_WIDE, "batch": 5, "nodes": 1}]),
     KernelProblems("logprobs", _logprobs, {**_SHAPE, "entries": _ENTRIES}, _corners_with(entries=4)),
 )

@@ -2,18 +2,19 @@
 
 Faults of kernels cluster at boundaries: one row, the last row of a tile, a page or a group, and numbers that 15 or 16 bits
 can't hold. Random shapes rarely meet them, so each dimension of a shape names its boundaries, which every run includes, and
-:func:`boundary_shapes` varies one dimension at a time.
+:func:`boundary_shapes` varies one dimension at a time. Other faults need two dimensions: a window in a long prompt, many
+tokens of one expert. :func:`paired_shapes` combines small and large values of each two dimensions.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import KernelSet
@@ -22,14 +23,17 @@ from outrider_conformance.random_kernels.bounds import Number
 MANY = 2**16 + 3
 """A number of rows, pages or tokens that needs more than 16 bits."""
 _MOST_ROWS = 257
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
     """The values of one dimension of a random shape: random ones, and boundaries."""
 
-    values: st.SearchStrategy[int]
-    """The strategy that generates the random values."""
+    small: Sequence[int]
+    """The smaller ones of the random values."""
+    large: Sequence[int]
+    """The larger ones; empty if there is one value."""
     boundaries: tuple[int, ...]
     """The values that every run includes."""
 
@@ -41,11 +45,12 @@ def powers_and_successors(high: int) -> list[int]:
     return [value for bit in range(2, high.bit_length()) for value in (1 << bit, (1 << bit) + 1)]
 
 
-def row_counts(low: int, high: int, *more: int) -> Dimension:
+def row_counts(low: int, high: int, *more: int, rare: Sequence[int] = ()) -> Dimension:
     """Return the dimension of numbers of rows: as :func:`between`, with the powers of two and their successors up to 257 as
     boundaries.
     """
-    return between(low, high, *more, rare=[value for value in powers_and_successors(_MOST_ROWS) if value > high])
+    powers = [value for value in powers_and_successors(_MOST_ROWS) if value > high]
+    return between(low, high, *more, rare=[*powers, *rare])
 
 
 def between(low: int, high: int, *more: int, rare: Sequence[int] = ()) -> Dimension:
@@ -55,14 +60,19 @@ def between(low: int, high: int, *more: int, rare: Sequence[int] = ()) -> Dimens
     is never random: a product of several large dimensions takes long.
     """
     near = [value for value in powers_and_successors(high) if low < value < high]
-    random = st.integers(low, high)
-    values = st.one_of(random, st.sampled_from(more)) if more else random
-    return Dimension(values, tuple(dict.fromkeys((low, min(low + 1, high), *near, high, *more, *rare))))
+    middle = (low + high) // 2
+    upper = range(middle + 1, high + 1)
+    large = (*upper[:: max(len(upper) // len(more), 1)], *more) if more else upper
+    return Dimension(
+        range(low, middle + 1), large, tuple(dict.fromkeys((low, min(low + 1, high), *near, high, *more, *rare)))
+    )
 
 
 def among(*values: int, rare: Sequence[int] = ()) -> Dimension:
     """Return the dimension of these values. All are boundaries; ``rare`` values are boundaries that are never random."""
-    return Dimension(st.sampled_from(values), tuple(dict.fromkeys((*values, *rare))))
+    ordered = sorted(set(values))
+    half = max(len(ordered) // 2, 1)
+    return Dimension(ordered[:half], ordered[half:], tuple(dict.fromkeys((*values, *rare))))
 
 
 def smallest_shape(shapes: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
@@ -77,6 +87,43 @@ def boundary_shapes(corners: Sequence[Mapping[str, int]], dimensions: Mapping[st
         for value in dimension.boundaries:
             if smallest.get(name) != value:
                 yield {**smallest, name: value}
+
+
+_PAIRED_CANDIDATES = 24
+"""Number of random shapes of which :func:`paired_shapes` takes the one with the most new pairs."""
+
+
+def paired_shapes(dimensions: Mapping[str, Dimension], count: int, dice: RandomValues) -> Iterator[Mapping[str, int]]:
+    """Yield ``count`` random shapes. They combine small and large values of each two dimensions, as far as ``count`` allows.
+
+    Each shape has as many pairs as possible that no earlier shape has; about eight shapes have all pairs of ten dimensions.
+    """
+    names = tuple(dimensions)
+    sides = [(False, True) if dimension.large else (False,) for dimension in dimensions.values()]
+    seen: set[tuple[tuple[str, bool], ...]] = set()
+    for _ in range(count):
+        candidates = [[dice.one_of(each) for each in sides] for _ in range(_PAIRED_CANDIDATES)]
+        pairs = [set(itertools.combinations(zip(names, each, strict=True), 2)) for each in candidates]
+        best = max(range(len(candidates)), key=lambda number: len(pairs[number] - seen))
+        seen |= pairs[best]
+        yield {
+            name: dice.one_of(dimensions[name].large if is_large else dimensions[name].small)
+            for name, is_large in zip(names, candidates[best], strict=True)
+        }
+
+
+def smallest_failing(
+    fails: Callable[[Shape], Exception | None], shape: Shape, smallest: Shape, error: Exception
+) -> tuple[Shape, Exception]:
+    """Return ``shape``, whose check raised ``error``, with as many dimensions as possible set to those of ``smallest``, and
+    the error of its check. ``fails(shape)`` returns the error of a check, or None.
+    """
+    for name in shape:
+        changed = {**shape, name: smallest.get(name, 0)}
+        found = None if changed == shape else fails(changed)
+        if found is not None:
+            shape, error = changed, found
+    return shape, error
 
 
 Shape = Mapping[str, int]
@@ -193,9 +240,13 @@ class RandomValues:
         """Return a random permutation of ``count`` indices."""
         return torch.randperm(count, generator=self.generator)
 
+    def one_of(self, values: Sequence[_Value]) -> _Value:
+        """Return one of ``values``, each with the same probability."""
+        return values[int(self.integers(0, len(values), 1))]
+
     def coin(self) -> bool:
         """Return True or False with equal probability."""
-        return bool(self.integers(0, 2, 1))
+        return self.one_of((False, True))
 
     def factors(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """Return random operands of a sum, normal or all positive, with one large number at the end of each row. Of three or

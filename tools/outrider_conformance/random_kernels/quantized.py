@@ -27,6 +27,7 @@ from outrider_conformance.random_kernels.problem import (
     row_counts,
 )
 
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCKS = ("channel", "group", "block", "wide group")
 
 
@@ -51,12 +52,13 @@ def _quantized(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str,
         values = dice.integers(int(elements.lowest), int(elements.highest) + 1, *size).double()
     data = elements.encode(values)
     scales = (dice.uniform(*grid) + 0.5) / (values.abs().max() * shape["inner"] ** 0.5)
-    operands = {"data": Operand(data.view(torch.int32)), "scales": Operand(scales.float())}
+    scales = scales.to(_SCALE_DTYPES[shape.get("scale_dtype", 0)])
+    operands = {"data": Operand(data.view(torch.int32)), "scales": Operand(scales)}
     if shape["zeros"] and not elements.is_float:
         zeros = dice.integers(-8, 9, *grid)
         operands["zeros"] = Operand(zeros)
         values = values - _spread(zeros.double(), block, size)
-    return operands, values * _spread(scales.float().double(), block, size)
+    return operands, values * _spread(scales.double(), block, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,12 @@ def random_matrix(
     return RandomMatrix(name, {f"{name} {key}": each for key, each in parts.items()}, values, dtype, format, _block(form))
 
 
-def _activations(
+def activations_of(elements: ElementFormat) -> ElementFormat:
+    """Return a format of activations for weights with these elements."""
+    return INT8 if elements.activation_divisor is None else elements
+
+
+def random_activations(
     shape: Shape, elements: ElementFormat, dtype: torch.dtype, dice: RandomValues
 ) -> tuple[dict[str, Operand], bounds.Number]:
     """Return random activations x, their values after quantisation, and the operand of a given scale."""
@@ -127,6 +134,9 @@ def _activations(
     scale = (dice.uniform(rows, -(-width // group)).double() + 0.5) / 16
     if shape["active"] == 3:
         scale = torch.full_like(scale, 0.03125)
+        beyond = torch.arange(width) % 5 == 2  # outside the format's range, to which a kernel clamps
+        near = torch.where(beyond, near.sign() * (1.5 * elements.highest + near.abs()), near)
+        steps = torch.where(beyond, near.clamp(elements.lowest, elements.highest), steps)
     else:  # the largest of each group decides its scale
         steps[:, ::group] = elements.highest
         near[:, ::group] = elements.highest if elements.is_float else elements.highest + 0.5
@@ -144,16 +154,28 @@ def _activations(
     return operands, bounds.rounded(bounds.rounded(bounds.Number(value, torch.zeros_like(value)), dtype), torch.float32)
 
 
+def requantized(x: bounds.Number, elements: ElementFormat, scale: float) -> bounds.Number:
+    """Return ``x`` quantised with a given ``scale``, with an error of one step, since a number may lie between two steps.
+
+    A number outside the range has the error of ``x`` alone.
+    """
+    steps = x.value / scale
+    apart = steps.abs() / 8 + 2.0**-9 if elements.is_float else torch.ones_like(steps)
+    outside = ((x.value.abs() - x.error) / scale - 2 * apart) > elements.highest + 1
+    error = torch.where(outside, 0.0, x.error + apart * scale)
+    return bounds.Number(elements.round(steps) * scale, error)
+
+
 def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     elements = QUANTIZED_FORMATS[format]
-    active = (INT8 if elements.activation_divisor is None else elements) if shape["active"] else None
+    active = activations_of(elements) if shape["active"] else None
     weight = random_matrix("own", shape["outer"], shape["inner"], shape, dtype, dice, format)
     operands = dict(weight.operands)
     if active is None:
         x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
         more, number = {"x": Operand(x)}, bounds.exact(x)
     else:
-        more, number = _activations(shape, active, dtype, dice)
+        more, number = random_activations(shape, active, dtype, dice)
     operands |= more
     bias = dice.normal(shape["outer"], dtype=dtype) if shape["bias"] else None
     if bias is not None:
@@ -168,7 +190,8 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
         }
         own = weight.weight(o, **quantized)
         assert isinstance(own, QuantizedWeight)
-        return {"out": kernels.linear_quantized(o["x"], own, o.get("bias"))}
+        x = o["x"].unsqueeze(0) if shape["levels"] else o["x"]  # a tree's levels come with a dimension more
+        return {"out": kernels.linear_quantized(x, own, o.get("bias")).view(-1, shape["outer"])}
 
     return Problem(operands, call, {"out": bounds.product(weight.operand(number), weight.values, bias, dtype)})
 
@@ -181,12 +204,15 @@ _DIMENSIONS = {
     "zeros": between(0, 1),
     "active": between(0, 3),
     "bias": between(0, 1),
+    "levels": between(0, 1),
+    "scale_dtype": between(0, 2),
 }
+_FLOAT_SCALES = {"levels": 0, "scale_dtype": 0}
 _CORNERS = (
-    {"tokens": 3, "inner": 40, "outer": 24, "blocks": 1, "zeros": 1, "active": 0, "bias": 1},
-    {"tokens": 65, "inner": 264, "outer": 129, "blocks": 2, "zeros": 0, "active": 2, "bias": 0},
-    {"tokens": 1, "inner": 96, "outer": 80, "blocks": 0, "zeros": 0, "active": 1, "bias": 0},
-    {"tokens": 17, "inner": 40, "outer": 1, "blocks": 0, "zeros": 1, "active": 3, "bias": 1},
+    {"tokens": 3, "inner": 40, "outer": 24, "blocks": 1, "zeros": 1, "active": 0, "bias": 1, **_FLOAT_SCALES},
+    {"tokens": 65, "inner": 264, "outer": 129, "blocks": 2, "zeros": 0, "active": 2, "bias": 0, **_FLOAT_SCALES},
+    {"tokens": 1, "inner": 96, "outer": 80, "blocks": 0, "zeros": 0, "active": 1, "bias": 0, **_FLOAT_SCALES},
+    {"tokens": 17, "inner": 40, "outer": 1, "blocks": 0, "zeros": 1, "active": 3, "bias": 1, "levels": 1, "scale_dtype": 1},
 )
 
 

@@ -8,9 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, RecurrentBatch
+from outrider.device import KernelSet, RecurrentBatch, Stream
+from outrider_conformance.lab import Lab
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dense import EPS, Mapped
+from outrider_conformance.random_kernels.dense import EPS, Mapped, norm_weight
 from outrider_conformance.random_kernels.problem import (
     KernelProblems,
     Operand,
@@ -19,8 +20,8 @@ from outrider_conformance.random_kernels.problem import (
     Shape,
     among,
     between,
-    kernel_call,
     row_counts,
+    same_bits,
 )
 
 _ROUNDINGS = 64.0
@@ -43,6 +44,8 @@ def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], Se
     counts = [most] * batch if not shape["ragged"] else [int(dice.integers(1, most + 1, 1)) for _ in range(batch)]
     starts = [sum(counts[:number]) for number in range(batch + 1)]
     rows = (dice.permutation(batch + 1)[:batch] + 1).tolist()
+    if shape["padding"] and batch > 1:  # sequences of padding share row 0
+        rows[-1] = rows[batch // 2] = 0
     fresh = [dice.coin() for _ in range(batch)]
     lens = [count if first else count + 5 for count, first in zip(counts, fresh, strict=True)]
     operands = {
@@ -54,8 +57,9 @@ def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], Se
     return operands, list(zip(rows, starts[:-1], counts, fresh, strict=True)), starts[-1] + padding
 
 
-def _batch(o: Mapped, most: int) -> RecurrentBatch:
-    return RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], most)
+def _batch(o: Mapped, shape: Shape) -> RecurrentBatch:
+    uniform = not shape["ragged"] and not shape["padding"]
+    return RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], shape["new"], uniform=uniform)
 
 
 def _committed(shape: Shape, count: int, dice: RandomValues) -> int:
@@ -89,16 +93,30 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     state = dice.normal(shape["batch"] + 2, kernel - 1, channels, dtype=dtype)
     commit = torch.tensor([_committed(shape, count, dice) for _, _, count, _ in sequences])
     made, after = _convolve(x, weight, state, sequences, commit)
-    operands |= {"x": Operand(x), "weight": Operand(weight), "state": Operand(state), "commit": Operand(commit)}
-    real = sequences[-1][1] + sequences[-1][2]
+    operands |= {"x": Operand(x, "wide"), "weight": Operand(weight), "state": Operand(state), "commit": Operand(commit)}
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         committed = None if shape["uncommitted"] else o["commit"]
-        out = kernels.short_convolution(o["x"], o["weight"], o["state"], _batch(o, shape["new"]), committed)
-        return {"out": out[:real]}
+        return {"out": kernels.short_convolution(o["x"], o["weight"], o["state"], _batch(o, shape), committed)}
 
-    unit = bounds.rounded(_with_error(made[:real], kernel, dtype), dtype, 2.0)
-    return Problem(operands, call, {"out": unit, "state": state if shape["uncommitted"] else after})
+    unit = _of_tokens(bounds.rounded(_with_error(made, kernel, dtype), dtype, 2.0), sequences)
+    return Problem(operands, call, {"out": unit, "state": state if shape["uncommitted"] else _of_rows(bounds.exact(after))})
+
+
+def _of_tokens(x: bounds.Number, sequences: Sequences) -> bounds.Number:
+    """Return the results ``x``: without an error for tokens of no sequence, which are zeros, and with any finite numbers for
+    sequences of padding.
+    """
+    x.error[sequences[-1][1] + sequences[-1][2] :] = 0
+    for row, start, count, _ in sequences:
+        x.error[start : start + count] += 0 if row else torch.inf
+    return x
+
+
+def _of_rows(state: bounds.Number) -> bounds.Number:
+    """Return ``state`` with any finite numbers in row 0, which takes padding."""
+    state.error[0] = torch.inf
+    return state
 
 
 def _apply_rule(o: Mapping[str, Operand], sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -138,9 +156,11 @@ def _rule_operands(
     operands, sequences, tokens = _sequences(shape, dice)
     key_heads, key, value = shape["heads"], shape["key_size"], shape["value_size"]
     heads = key_heads * shape["repeats"]
+    gates = dice.normal(tokens, 2 * heads, dtype=dtype)
+    gates[::3] *= 16  # exponentials overflow
     operands |= {
         "mixed": Operand(dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)),
-        "gates": Operand(dice.normal(tokens, 2 * heads, dtype=dtype)),
+        "gates": Operand(gates, "wide"),
         "a_log": Operand(dice.normal(heads, dtype=_wide(dtype))),
         "dt_bias": Operand(dice.normal(heads, dtype=_wide(dtype))),
         "state": Operand(dice.normal(shape["batch"] + 2, heads, key, value, dtype=_wide(dtype))),
@@ -156,35 +176,42 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
     writes = chunks or not shape["uncommitted"]
     counts = operands["commit"].tensor.tolist() if writes else [count for _, _, count, _ in sequences]
     kept = [start + i for (_, start, _, _), count in zip(sequences, counts, strict=True) for i in range(count)]
+    kept += range(real, made.shape[0])
     operands["defined"] = Operand(defined := torch.tensor(kept))  # on the device, since a capture can't upload it
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        given = o["mixed"], o["gates"], o["a_log"], o["dt_bias"], o["state"], _batch(o, shape["new"])
+        given = o["mixed"], o["gates"], o["a_log"], o["dt_bias"], o["state"], _batch(o, shape)
         if chunks:
-            return {"out": kernels.chunk_gated_delta_rule(*given)[:real]}
+            return {"out": kernels.chunk_gated_delta_rule(*given)}
         out = kernels.gated_delta_rule(*given, o["commit"] if writes else None)
         return {"out": out.index_select(0, o["defined"])}
 
     steps = shape["new"] + shape["key_size"]
     if chunks and dtype.itemsize < 4:  # the products of a chunk may round their operands
         factor = _CHUNK_ROUNDINGS * torch.finfo(dtype).eps
-        errors = [torch.full_like(each, factor * (1.0 + float(each.abs().max()))) for each in (made[:real], after)]
-        out = bounds.rounded(bounds.Number(made[:real], errors[0]), dtype)
-        return Problem(operands, call, {"out": out, "state": bounds.Number(after, errors[1])})
-    wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.rounded(_with_error(made[defined], steps, dtype), dtype)}
-    wanted["state"] = _with_error(after, steps, dtype) if writes else operands["state"].tensor
+        errors = [torch.full_like(each, factor * (1.0 + float(each.abs().max()))) for each in (made, after)]
+        out = _of_tokens(bounds.rounded(bounds.Number(made, errors[0]), dtype), sequences)
+        return Problem(operands, call, {"out": out, "state": _of_rows(bounds.Number(after, errors[1]))})
+    out = _of_tokens(bounds.rounded(_with_error(made, steps, dtype), dtype), sequences)
+    wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.Number(out.value[defined], out.error[defined])}
+    wanted["state"] = _of_rows(_with_error(after, steps, dtype)) if writes else operands["state"].tensor
     return Problem(operands, call, wanted)
 
 
 def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     size = shape["outer"]
     x, gate = (dice.normal(shape["tokens"], shape["heads"], size, dtype=dtype) for _ in range(2))
-    weight = dice.normal(size, dtype=dtype)
+    gate[::2] *= 32
+    weight = norm_weight(size, dtype, shape, dice)
     wide = bounds.rounded(bounds.rms_norm(bounds.exact(x), weight, EPS, dtype), dtype, 2.0)
     wanted = bounds.rounded(bounds.silu_mul(bounds.exact(gate), wide, dtype), dtype, 2.0)
-    operands = {"x": Operand(x), "gate": Operand(gate), "weight": Operand(weight)}
+    # The gate is a part of the columns of a product.
+    operands = {"x": Operand(x), "gate": Operand(gate.flatten(1), "wide"), "weight": Operand(weight)}
 
-    return Problem(operands, kernel_call("gated_rms_norm", *operands, EPS), {"out": wanted})
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        return {"out": kernels.gated_rms_norm(o["x"], o["gate"].unflatten(1, (-1, size)), o["weight"], EPS)}
+
+    return Problem(operands, call, {"out": wanted})
 
 
 _FLAG = between(0, 1)
@@ -228,7 +255,62 @@ RECURRENT = (
     KernelProblems(
         "gated_rms_norm",
         _gated_rms_norm,
-        {"tokens": row_counts(1, 9), "heads": between(1, 4), "outer": among(4, 8, 20, 128)},
-        [{"tokens": 5, "heads": 3, "outer": 20}],
+        {"tokens": row_counts(1, 9), "heads": between(1, 4), "outer": among(4, 8, 20, 128), "wide_norm": _FLAG},
+        [{"tokens": 5, "heads": 3, "outer": 20, "wide_norm": 1}],
     ),
 )
+
+
+def check_equal_bits(lab: Lab, stream: Stream, kernel: str, seed: int) -> None:
+    """Check that the results of a token, and the state after it, have the same bits however many tokens follow.
+
+    A verified window is computed as a whole, then its accepted tokens are committed. Chunks end where prompts are cut.
+    """
+    kernels, chunks = lab.backend.kernels_in_use, kernel.startswith("chunk")
+    new = kernels.state_interval + 2 if chunks else 5
+    form = {"batch": 3, "ragged": 0, "padding": 0, "new": new, "partial_commit": 0, "uncommitted": 1}
+    form |= {"channels": 24, "kernel_size": 4, "heads": 2, "repeats": 2, "key_size": 8, "value_size": 8}
+    make = _short_convolution if kernel == "short_convolution" else partial(_rule, chunks=chunks)
+    operands = make(form, torch.float32, RandomValues(seed)).operands
+    o = lab.upload(stream, {name: operand.tensor for name, operand in operands.items()})
+    batch = form["batch"]
+
+    def results(first: int, count: int, before: int, state: Tensor, commit: int | None) -> tuple[Tensor, Tensor]:
+        """Return the results of ``count`` tokens from ``first`` on, after ``before`` earlier tokens, and the state."""
+        state = state.clone()
+        tokens = (torch.arange(batch).unsqueeze(1) * new + torch.arange(first, first + count)).flatten()
+        starts = torch.arange(0, batch * count + 1, count, dtype=torch.int32)
+        lens = torch.full((batch,), before + count, dtype=torch.int32)
+        given = lab.upload(stream, {"tokens": tokens, "starts": starts, "lens": lens})
+        counts = None if commit is None else lab.upload(stream, {"counts": torch.full((batch,), commit)})["counts"]
+        rows = RecurrentBatch(o["rows"], given["starts"], given["lens"], count, uniform=True)
+        with lab.backend.on(stream):
+            own = {name: o[name].index_select(0, given["tokens"]) for name in ("x", "mixed", "gates") if name in o}
+            if kernel == "short_convolution":
+                out = kernels.short_convolution(own["x"], o["weight"], state, rows, counts)
+            elif chunks:
+                out = kernels.chunk_gated_delta_rule(own["mixed"], own["gates"], o["a_log"], o["dt_bias"], state, rows)
+            else:
+                out = kernels.gated_delta_rule(own["mixed"], own["gates"], o["a_log"], o["dt_bias"], state, rows, counts)
+        stream.synchronize()
+        return out.cpu().unflatten(0, (batch, count)), state
+
+    def expect_equal(one: Tensor, other: Tensor, what: str) -> None:
+        assert same_bits(one.contiguous(), other.contiguous()), (
+            f"{kernel}: {what}; compute each token in the same order of operations, independent of the other tokens"
+        )
+
+    if chunks:
+        cut = kernels.state_interval
+        whole, _ = results(0, new, 0, o["state"], None)
+        _, state = results(0, cut, 0, o["state"], None)
+        rest, _ = results(cut, new - cut, cut, state, None)
+        expect_equal(whole[:, cut:], rest, f"a pass that begins at token {cut} gives other bits than one that began earlier")
+        return
+    whole, _ = results(0, new, 5, o["state"], None)
+    for count in range(1, new):
+        part, state = results(0, count, 5, o["state"], count)
+        again, committed = results(0, new, 5, o["state"], count)
+        expect_equal(whole[:, :count], part, f"{count} tokens alone give other bits than with {new - count} more")
+        expect_equal(whole[:, :count], again[:, :count], f"results change with the commit of {count} of {new} tokens")
+        expect_equal(state.cpu(), committed.cpu(), f"the state after a commit of {count} of {new} tokens has other bits")

@@ -27,7 +27,7 @@ from outrider_conformance.random_kernels.problem import (
 _UNIT = 2.0**-24
 _LAYOUTS = ("rows", "wide")
 Mapped = Mapping[str, Tensor]
-_TEMPERATURES = torch.tensor([0.0, 0.3, 0.7, 1.0, 1.5, 4.0])
+_TEMPERATURES = torch.tensor([0.0, 0.02, 0.3, 0.7, 1.0, 1.5, 4.0])
 
 
 def _rows(dice: RandomValues, batch: int, *, sampling: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,6 +58,7 @@ def _logits(dice: RandomValues, *shape: int) -> Tensor:
         flat[2::5, : shape[-1] // 2] = -torch.inf
         flat[3::5] = -1 - flat[3::5].abs()
         flat[3::5, 1], flat[3::5, 3:5] = -0.0, 0.0  # equals too
+        flat[6::7, -1] = flat[6::7].amax(-1) + 60
     return logits
 
 
@@ -247,6 +248,10 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         parents[dice.uniform(batch) < 0.05, node] = -1
         above = level.gather(1, parents[:, node].clamp(min=0).unsqueeze(1)).squeeze(1)
         level[:, node] = above + 1
+    if nodes > _MOST_NODES:  # a path of the last nodes alone
+        parents[::2, 1:] = -1
+        for number, node in enumerate(range(nodes - depth, nodes)):
+            parents[::2, node], level[::2, node] = node - 1 if number else 0, number + 1
     # The target's token at each node, so that most trees contain the accepted path; some siblings are equal.
     per = [x.unsqueeze(1).expand(batch, nodes).contiguous() for x in (temperature, seeds, positions)]
     draws, slack = scores(logits, per[0], per[1], per[2] + level, noise.SAMPLE)
@@ -259,7 +264,8 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "tokens": Operand(tokens),
         "parents": Operand(parents),
-        **_row_operands(temperature, seeds, positions),
+        # Without sampling no temperature is read.
+        **_row_operands(temperature if sampling else torch.ones_like(temperature), seeds, positions),
     }
 
     def check(made: Mapped) -> None:
@@ -291,6 +297,8 @@ def _walk(
         assert found[name] == value, f"{what}: {name} is {found[name]}, expected {value}"
 
 
+_MOST_NODES = 24
+"""Maximum number of nodes of a tree with random parents."""
 _VOCABULARY = between(2, 70, 1023, 1024, 1025, 2049, 4099)
 _ANY_VOCABULARY = between(2, 70, 1023, 1024, 1025, 2049, 4099, MANY)
 _BATCH = row_counts(1, 9)
@@ -341,7 +349,7 @@ CHOICES = (
         {
             "batch": _BATCH,
             "vocabulary": _VOCABULARY,
-            "nodes": between(1, 24),
+            "nodes": between(1, _MOST_NODES, rare=(33, 65)),
             "depth": between(1, 6),
             "sampling": _FLAG,
             "layout": _FLAG,

@@ -76,6 +76,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "Group": "a collective runs out of the stream's order, mixes up ranks, roots or groups, or drops a peer's error",
         "KernelSet": "the kernel handles padding, strides, the last partial block or this dtype differently from the "
         "reference",
+        "RecurrentKernels": "the kernel picks tiles, splits sums or rounds states by the number of tokens in the call",
         "KernelSet.sample": "the order of temperature, top-k, top-p and the draw, or the use of the random numbers",
         "KernelSet.verify_chain": "acceptance or the residual distribution after a rejection",
         "KernelSet.verify_tree": "acceptance along the tree, or the residual distribution after a rejection",

@@ -117,7 +117,7 @@ class ReportRecorder:
         terminalreporter.section(f"conformance of {self._kit.spec}")
         for level, result in levels_of(list(self._tests()), self._level()).items():
             terminalreporter.write_line(f"{level}  {result['result']:<24}{result['counts']:<59} {LEVELS[int(level[1:])]}")
-        if self.broken_level is not None:
+        if any(record["outcome"] == "failed" for record in self._records.values()):
             terminalreporter.section("what failed")
             for line in summary_lines(self.report()):
                 terminalreporter.write_line(line)

@@ -161,7 +161,7 @@ def set_verdict(
             verdict = _fail(report, reason)
     elif report.failed:
         verdict = Verdict.FAILED
-        reason = str(call.excinfo.value) if call.excinfo is not None else "failed"
+        reason = text_of(call.excinfo.value) if call.excinfo is not None else "failed"
         if call.excinfo is not None:
             diagnosis = diagnose(checked, call.excinfo.value, report.when)
         report.sections.append(("the promise", _explain(diagnosis, checked)))
@@ -181,6 +181,11 @@ def set_verdict(
     entry["needs"] = list(mark_of(item, "needs"))
     entry["waiver"] = waiver.as_dict() if verdict is Verdict.WAIVED and waiver is not None else None
     report.user_properties.append((VERDICT, entry))
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of ``error`` with its notes, which name what was running."""
+    return "\n".join((str(error), *getattr(error, "__notes__", ())))
 
 
 def verdict_entry(

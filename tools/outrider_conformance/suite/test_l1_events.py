@@ -8,10 +8,15 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from torch import Tensor
 
 from outrider.device import Backend
-from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order, in_some_order
+from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order, in_some_order, run_concurrently
 from outrider_conformance.promises import needs, promise
+from outrider_conformance.reporting.verdict import not_applicable
+
+_LONG_MS = 1500.0
+"""Milliseconds of work for which a driver with a time limit gives up."""
 
 
 @promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
@@ -401,3 +406,28 @@ def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
     if fence.done():
         expect(lab.current_values(x), 1.0, "the write before the signal that is done")
     return False
+
+
+@needs("asynchronous", "perturbs_timing")
+@promise("Event.synchronize", "Block the calling thread until the latest generation has completed.")
+def test_waits_have_no_time_limit(lab: Lab) -> None:
+    """Work of more than a second ends before any wait for it does: waits of the host, and of another stream."""
+    if lab.backend.control is not None:
+        not_applicable("a tool decides the schedule, so there is no time")
+    a, b, late, copy = lab.two_streams()
+    lab.backend.delay(a, lab.delay_cycles * round(_LONG_MS / lab.pace.target_ms))
+    lab.fill(a, late, 1)
+    event = lab.record(a)
+    b.wait(event)
+    lab.copy(b, copy, late)
+
+    def check(wait: Callable[[], None], name: str, tensor: Tensor) -> None:
+        wait()
+        expect(lab.current_values(tensor), 1, f"{name} returned before {_LONG_MS / 1e3} s of work had ended: its result")
+
+    waits = (event.synchronize, "Event.synchronize", late), (a.synchronize, "Stream.synchronize", late)
+    failed = run_concurrently(
+        *(partial(check, *each) for each in (*waits, (b.synchronize, "Stream.wait of another stream", copy)))
+    )
+    if failed:
+        raise failed[0]

@@ -111,6 +111,7 @@ def prepare_streams() -> None:
             if opened != descriptor:
                 os.dup2(opened, descriptor)
                 os.close(opened)
+            os.set_inheritable(descriptor, True)  # else the next file that a child process opens gets the descriptor
     # Python has None for a stream that was closed when it started.
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115

@@ -269,7 +269,8 @@ def _token_by_token(
             kept.index_copy_(0, rows[own], torch.where(counts.view(shape), after, kept.index_select(0, rows[own])))
     if commit is not None:
         state.index_copy_(0, batch.rows, kept[:count])
-    return torch.cat(made)
+    results = torch.cat(made)
+    return torch.where(real.view(-1, *[1] * (results.dim() - 1)), results, 0.0)
 
 
 def _token_owners(starts: Tensor, tokens: int, count: int) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ class RecurrentKernels:
     of new tokens after it, nor on ``commit``.
     """
 
-    state_interval = CHUNK
+    state_interval: int = CHUNK
     """Number of tokens at whose multiples prompts are cut, and at which the prefix cache keeps states.
 
     A pass that begins at a multiple computes the bits of a longer pass that began earlier.
