@@ -21,6 +21,7 @@ from command_line import outrider as outrider
 from drawing import leave_repeats_to_slow
 from known_environment import normalize_environment
 from outrider.registry.probing import PluginProbe, ProbeVerdict
+from triton_interpreter import spare_repeated_work
 
 normalize_environment()
 # Collecting tests imports much that stays: looking for garbage meanwhile takes a fifth of the time.
@@ -107,6 +108,7 @@ def pytest_collection_finish() -> None:
 
     Tests make millions of objects that live as long as their module: fewer collections spare a twentieth of the time.
     """
+    spare_repeated_work()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
