@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from arch.parsing import parsed
+from arch.parsing import nodes, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +37,9 @@ def source_files(core_files: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture(scope="package", autouse=True)
 def forget_parsed_modules() -> Iterator[None]:
-    """Give up the parsed modules after the last rule: millions of objects slow each later collection of garbage."""
+    """Give up the parsed modules after the last rule: millions of objects slow each collection of garbage."""
+    gc.disable()
     yield
+    nodes.cache_clear()
     parsed.cache_clear()
+    gc.enable()

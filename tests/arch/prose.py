@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from arch.parsing import parsed
+from arch.parsing import nodes
 
 MAX_SENTENCE_WORDS = 32
 MIN_DOCSTRING_CHARACTERS = 26
@@ -61,7 +61,7 @@ def prose_of_python(source: str) -> Iterator[tuple[int, str, str]]:
 
     Comments of a module without a suspect line are left out.
     """
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
             text := ast.get_docstring(node)
         ):
@@ -117,7 +117,7 @@ def long_functions(path: str, source: str) -> list[str]:
     """
     return [
         f"{path}:{node.lineno}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(parsed(source))
+        for node in nodes(source)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
         and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
@@ -128,7 +128,7 @@ def duplicate_classes(files: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the places of each class name that two classes have."""
     places = collections.defaultdict(list)
     for path, source in files.items():
-        for node in ast.walk(parsed(source)):
+        for node in nodes(source):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path}:{node.lineno}")
     return {name: found for name, found in places.items() if len(found) > 1}
@@ -142,9 +142,7 @@ def bare_verbs(files: Mapping[str, str]) -> list[str]:
 
     A shared base class or a protocol may declare such a method.
     """
-    classes = [
-        (path, node) for path, source in files.items() for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)
-    ]
+    classes = [(path, node) for path, source in files.items() for node in nodes(source) if isinstance(node, ast.ClassDef)]
     bases = {part for _, node in classes for base in node.bases for part in re.findall(r"\w+", ast.unparse(base))}
     return [
         f"{path}:{method.lineno}: {node.name}.{method.name}"

@@ -5,26 +5,26 @@ from collections.abc import Iterable
 
 import outrider
 import outrider.device
-from arch.parsing import parsed
+from arch.parsing import nodes, parsed
 
 PUBLIC = {*outrider.__all__, *outrider.device.__all__}
 """What users have; the hooks for tools are among the backend interface's names."""
 
 
-def imported(trees: Iterable[ast.Module]) -> set[str]:
+def imported(modules: Iterable[str]) -> set[str]:
     """Names that ``from outrider.… import NAME`` brings in."""
     found: set[str] = set()
-    for tree in trees:
-        for node in ast.walk(tree):
+    for source in modules:
+        for node in nodes(source):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "outrider":
                 found.update(alias.name for alias in node.names)
     return found
 
 
-def defined(tree: ast.Module) -> set[str]:
+def defined(source: str) -> set[str]:
     """Public names that a module makes."""
     names: set[str] = set()
-    for node in tree.body:
+    for node in parsed(source).body:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
@@ -35,29 +35,28 @@ def defined(tree: ast.Module) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def loaded(tree: ast.Module) -> set[str]:
+def loaded(source: str) -> set[str]:
     """Names and attributes that a module reads."""
-    nodes = list(ast.walk(tree))
-    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names = {node.id for node in nodes(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return names | {node.attr for node in nodes(source) if isinstance(node, ast.Attribute)}
 
 
-def for_tools_alone(product: dict[str, ast.Module], tools: dict[str, ast.Module]) -> set[str]:
+def for_tools_alone(product: dict[str, str], tools: dict[str, str]) -> set[str]:
     """Names of the core that tools import, and that nothing else in the product uses; a package's list isn't a use."""
-    users = [tree for path, tree in product.items() if not path.endswith("__init__.py")]
+    users = [source for path, source in product.items() if not path.endswith("__init__.py")]
     used = imported(users).union(*map(loaded, users))
-    core = [tree for path, tree in product.items() if path.startswith("core/")]
+    core = [source for path, source in product.items() if path.startswith("core/")]
     return (set().union(*map(defined, core)) & imported(tools.values())) - used - PUBLIC
 
 
 def test_nothing_of_the_core_is_for_tools_alone(source_files):
-    def trees(*folders: str) -> dict[str, ast.Module]:
-        return {path: parsed(text) for path, text in source_files.items() if path.startswith(folders)}
+    def modules(*folders: str) -> dict[str, str]:
+        return {path: text for path, text in source_files.items() if path.startswith(folders)}
 
-    assert for_tools_alone(trees("core/", "backends/", "kernels/"), trees("tools/")) == set()
+    assert for_tools_alone(modules("core/", "backends/", "kernels/"), modules("tools/")) == set()
 
 
 def test_catches():
-    core = {"core/outrider/a.py": ast.parse("def shape(): ...\ndef used(): ...\nused()")}
-    tools = {"tools/t.py": ast.parse("from outrider.a import shape, used, get_backend")}
+    core = {"core/outrider/a.py": "def shape(): ...\ndef used(): ...\nused()"}
+    tools = {"tools/t.py": "from outrider.a import shape, used, get_backend"}
     assert for_tools_alone(core, tools) == {"shape"}

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from arch.parsing import parsed
+from arch.parsing import nodes
 
 VENDORS = frozenset(
     [
@@ -41,13 +41,12 @@ WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(VENDORS | PACKAGES))})(?![a-
 
 def offences(source: str) -> list[str]:
     """``line: what`` for each place that names a device."""
-    tree = parsed(source)
     docstrings = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        id(node.value) for node in nodes(source) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     return [
         f"{getattr(node, 'lineno', 0)}: {match.group()} in {text!r}"
-        for node in ast.walk(tree)
+        for node in nodes(source)
         for text in _texts(node, docstrings)
         if (match := WORD.search(text))
     ]

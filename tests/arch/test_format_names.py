@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from arch.parsing import parsed
+from arch.parsing import nodes
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 
 PACKAGES = ("core/", "backends/", "kernels/", "tools/")
@@ -18,7 +18,7 @@ def names_in(node):
 def offences(source):
     """Lines that compare with the name of a format, match it, or look something up in a table of several."""
     found = []
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Compare | ast.MatchValue):
             found += [node.lineno] if names_in(node) else []
         elif isinstance(node, ast.Dict):

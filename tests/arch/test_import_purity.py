@@ -44,7 +44,7 @@ def run(blocked, code):
 
 
 def assert_clean(result):
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("module", ["outrider", "outrider.device", "outrider.registry", "outrider.cli.main", *PLUGINS])
@@ -78,22 +78,29 @@ ENGINE = [
 EVERY_MODULE = """
     import json, pathlib, pkgutil
     from importlib import import_module
+
+    import pytest
     for package in {packages!r}:
         for module in pkgutil.walk_packages(import_module(package).__path__, package + "."):
             if module.name not in {left_out!r} and not module.name.endswith("__main__"):
                 import_module(module.name)
 
-    from outrider_conformance.run import conform
-    report = conform("cpu", level="L1", report=pathlib.Path({report!r}), extra=("-q", "-k", "test_l1_streams or test_l0"))
+    # In this process, where the blocker is.
+    plugins = ["-p", "hypothesispytest", "-p", "outrider_conformance.plugin", "-p", "no:cacheprovider"]
+    place = ["--rootdir", {report!r}, "-c", "/dev/null", "--report", {report!r}]
+    chosen = ["--backend", "cpu", "--level", "L1", "-k", "test_l1_streams or test_l0", "--pyargs", "outrider_conformance"]
+    assert pytest.main(["-q", *plugins, *place, *chosen]) == 0
+    report = json.loads(pathlib.Path({report!r}, "report.json").read_text())
     outcomes = {{test["outcome"] for test in report["tests"]}}
     assert "passed" in outcomes and "failed" not in outcomes, outcomes
 """
 
 
-def test_what_needs_the_interface_alone_imports_no_package_for_checkpoints(tmp_path):
+def test_what_needs_the_interface_alone_imports_no_package_for_checkpoints(tmp_path, monkeypatch):
     """Every module of the sanitizer, the trace and the simulated device, and the kit up to L3, which also runs there."""
     left_out = [f"outrider_conformance.{name}" for name in ENGINE]
     code = textwrap.dedent(EVERY_MODULE).format(packages=INTERFACE_ALONE, left_out=left_out, report=str(tmp_path))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     assert_clean(run(CHECKPOINTS, code))
 
 

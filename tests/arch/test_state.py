@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from arch.parsing import parsed
+from arch.parsing import nodes, parsed
 
 MAKERS = frozenset(
     [
@@ -45,7 +45,7 @@ ENVIRONMENT = Path("outrider/cli/terminal/environment.py")
 def mutable_state(source: str) -> list[str]:
     """Constants are tables in capitals that nothing changes; everything else that could change is an offence."""
     tree = parsed(source)
-    found = [f"{n.lineno}: global {', '.join(n.names)}" for n in ast.walk(tree) if isinstance(n, ast.Global)]
+    found = [f"{n.lineno}: global {', '.join(n.names)}" for n in nodes(source) if isinstance(n, ast.Global)]
     tables: set[str] = set()
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -55,7 +55,7 @@ def mutable_state(source: str) -> list[str]:
             tables.add(name)
             if not name.isupper() and not (name.startswith("__") and name.endswith("__")):
                 found.append(f"{node.lineno}: {name} is a mutable module-level value")
-    changed = [(node.lineno, _mutated(node)) for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
+    changed = [(node.lineno, _mutated(node)) for node in nodes(source) if isinstance(node, ast.expr | ast.stmt)]
     return found + [f"{line}: {name} is changed" for line, name in changed if name in tables]
 
 
@@ -79,7 +79,7 @@ def _mutated(node: ast.AST) -> str:
 
 def environment_reads(source: str) -> list[str]:
     found = []
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "environb" | "getenv" | "putenv" | "unsetenv"):
                 found.append(f"{node.lineno}: os.{node.attr}")

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from arch.parsing import parsed
+from arch.parsing import nodes
 
 PACKAGES = ("core", "backends", "kernels", "tools", "training", "examples")
 MODULES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"})
@@ -15,7 +15,7 @@ YAML = frozenset({"load", "load_all", "unsafe_load", "full_load"})
 def offences(source: str) -> list[str]:
     """``line: what`` for every way in that the source opens."""
     found = []
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         what = _imported(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
         if isinstance(node, ast.Call):
             what = _called(node)

@@ -74,19 +74,24 @@ def profiled(
     import torch
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines about starts and stops on standard error
-    supported = torch.profiler.supported_activities()
-    host = torch.profiler.ProfilerActivity.CPU
     asynchronous = backend.capabilities.asynchronous
-    activities = supported - {host} if asynchronous else {host}
-    if not activities:
+    activities = torch.profiler.supported_activities() - {torch.profiler.ProfilerActivity.CPU}
+    if asynchronous and not activities:
         return None
     # The first trace of a process includes the setup of the profiler, so its result is dropped.
     for work in (warm_up, steps):
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        # `torch.profiler.profile` imports torch's compiler, which takes seconds; a profile of the host needs none of it.
+        profiler: Any = (
+            torch.profiler.profile(activities=activities, acc_events=True)
+            if asynchronous
+            else torch.autograd.profiler.profile(use_kineto=True)
+        )
+        with profiler:
             work()
             backend.synchronize()
-    events = list(profiler.events() or ())
-    return profile_device(events, lead) if asynchronous else _profile_host(events)
+    if asynchronous:
+        return profile_device(list(profiler.events() or ()), lead)
+    return _profile_host(list(profiler.function_events or ()))
 
 
 def profile_timeline(timeline: Timeline) -> DeviceProfile | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -129,6 +130,7 @@ def warm_up() -> None:
         arguments += ["-p", "outrider_conformance.plugin", "--backend", "cpu", "--pyargs", "outrider_conformance"]
         if pytest.main(arguments):
             raise RuntimeError("the suite can't be collected")
+    gc.freeze()  # what is imported is looked through by none of the forks, nor are its pages copied
 
 
 class _Process:

@@ -161,11 +161,10 @@ def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
     broken, and its reason names both packages.
     """
     found = installed_entry_points(GROUP).entry_points if entry_points is None else entry_points
-    offers: dict[str, dict[str, str]] = {}
+    offers: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}
     for point in sorted(found, key=lambda point: point.name):
-        distribution = point.dist.name if point.dist is not None else "an unknown package"
         # One package may be visible twice, through its source tree and its installation.
-        offers.setdefault(point.name, {})[point.value] = distribution
+        offers.setdefault(point.name, {})[point.value] = point
     table: dict[str, Target] = dict(OWN)
     below: dict[str, dict[str, Target]] = {}
     for name, values in offers.items():
@@ -174,7 +173,9 @@ def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
             continue
         target: Target = next(iter(values))
         if len(values) > 1:
-            named = " and ".join(f"{distribution} ({value})" for value, distribution in values.items())
+            # A distribution's name is read here alone: each access parses its metadata.
+            names = (point.dist.name if point.dist is not None else "an unknown package" for point in values.values())
+            named = " and ".join(f"{name} ({value})" for name, value in zip(names, values, strict=True))
             target = Broken(f"{named} both offer a command {name.replace('.', ' ')!r}")
         if rest:
             below.setdefault(first, {})[rest] = target
