@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.device import AttentionMetadata, CapabilityError, KernelSet, QuantizedWeight, RotaryArgs
 from outrider.registry import get_backend
-from outrider_cpu import attention, backend, memory
+from outrider_cpu import attention, backend
 from outrider_cpu import kernels as cpu_kernels
 from outrider_cpu.kernels import CpuKernels
 
@@ -255,7 +255,7 @@ def test_freed_memory_stays_with_the_process():
 
     By itself glibc raises the size from which it gives a block back, and then it hangs on what lies behind one: so it's set.
     """
-    if not memory.retain_freed_memory():
+    if not backend.retain_freed_memory():
         pytest.skip("the C library of this system has no mallopt, which the option sets")
     program = """
 import resource, sys, torch
@@ -277,8 +277,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 64)
 
 
 def test_a_c_library_without_the_setting(monkeypatch):
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
-    assert not memory.retain_freed_memory()
+    monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: object())
+    assert not backend.retain_freed_memory()
     assert get_backend("cpu").name == "cpu"
     with pytest.raises(CapabilityError, match="no setting for freed=kept"):
         get_backend("cpu:freed=kept")

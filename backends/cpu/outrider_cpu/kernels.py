@@ -44,7 +44,12 @@ def _host(name: str) -> Callable[..., Any]:
 
 def _method(name: str) -> Callable[..., Any]:
     """Return a method that calls a function of :mod:`outrider_cpu.operators` with the kernel's operands."""
-    return lambda self, *operands, **named: _host(name)(*operands, **named)
+
+    def method(self: KernelSet, *operands: Any, **named: Any) -> Any:
+        return _host(name)(*operands, **named)
+
+    method.__name__ = name
+    return method
 
 
 class CpuKernels(KernelSet):
