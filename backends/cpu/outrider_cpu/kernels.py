@@ -45,7 +45,7 @@ def _host(name: str) -> Callable[..., Any]:
 def _method(name: str) -> Callable[..., Any]:
     """Return a method that calls a function of :mod:`outrider_cpu.operators` with the kernel's operands."""
 
-    def method(self: KernelSet, *operands: Any, **named: Any) -> Any:
+    def method(_self: KernelSet, *operands: Any, **named: Any) -> Any:
         return _host(name)(*operands, **named)
 
     method.__name__ = name
