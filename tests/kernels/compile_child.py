@@ -56,6 +56,8 @@ HALVES = (
     "state",
     "values",
     "logits",
+    "value",
+    "part",
 )
 LONGS = ("slots", "sources", "destinations", "rows", "seeds", "positions", "parents", "drafts", "tokens", "path", "accepted")
 LONGS += ("lens", "last_tokens", "lengths", "results", "found", "own_rows", "own_lens", "own_last_tokens", "own_seeds")
