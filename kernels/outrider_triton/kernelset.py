@@ -54,7 +54,7 @@ from outrider_triton.peers.exchange import PeerExchange
 from outrider_triton.products.dense import DenseProducts, first_rows
 from outrider_triton.products.operands import HeadGate
 from outrider_triton.quantized.operators import plan
-from outrider_triton.quantized.products import QuantizedProducts, library_operands, library_scales
+from outrider_triton.quantized.products import QuantizedProducts
 from outrider_triton.recurrent import operators as _recurrent_ops  # noqa: F401
 from outrider_triton.rows.operators import rotates
 from outrider_triton.selection import operators as _selection_ops  # noqa: F401
@@ -222,15 +222,7 @@ class TritonKernels(KernelSet):
         """
         if not self.quantized.multiplies(x, weight):
             return super().linear_quantized(x, weight, bias)
-        self.quantized.compile_configs(x, weight, bias)
-        product_plan = plan(self.facts, weight)
-        config = None if product_plan is None else self.quantized.quantized_config(x, weight, product_plan)
-        if product_plan is None or config is None:
-            scaled = library_scales(x, weight, product_plan)
-            return _TRITON.linear_quantized.library(  # type: ignore[no-any-return]  # torch.ops has no types
-                x, *library_operands(weight, bias), scaled, self.facts.fp8, self.pdl
-            )
-        return self.quantized.launch_product(x, weight, bias, product_plan, config)
+        return self.quantized.multiply(x, weight, bias)
 
     # -- rows ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES, SMALL
 from kernels.test_numerics import close
-from kernels.unfused import UnfusedProducts
+from kernels.unfused import UnfusedProducts, scaled_mm
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.reference.quantized import dequantize, quantize_activations
@@ -113,22 +113,10 @@ def test_of_many_tokens_the_most_are_the_librarys(tokens, ours, name, either):
 
 @pytest.mark.parametrize(("tokens", "group"), [(8, 128), (5, 128), (5, 0)])
 def test_the_library_takes_8_bits_with_scales_of_blocks(tokens, group, monkeypatch):
-    """cuBLAS wants the scales of a group of columns next to each other, and rows in multiples of four."""
     n, k = 256, 512
     blocks = WeightFormat(elements=FP8, rows=128, columns=128, activations=FP8, activation_group=128)
     weight = (blocks if group else WeightFormat(elements=FP8, activations=FP8)).quantize(normal(n, k).bfloat16())
     x, bias = normal(tokens, k).bfloat16(), normal(n, seed=6).bfloat16()
-
-    def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
-        assert not use_fast_accum
-        if group:
-            assert a.shape[0] % 4 == 0
-            assert scale_a.shape == (a.shape[0], k // 128)
-            assert scale_a.stride() == (1, a.shape[0])
-            assert scale_b.shape == (k // 128, n // 128)
-            assert scale_b.stride() == (1, k // 128)
-            scale_a, scale_b = scale_a.repeat_interleave(128, 1), scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     operands = quantized.library_operands(weight, bias)
@@ -254,7 +242,7 @@ def test_a_norm_between_two_products(name, gated, split, either):
 def test_programs_share_a_row_whose_groups_have_scales_of_their_own(size):
     """The same values and scales as of SwiGLU quantised in one piece."""
     both = normal(3, 2 * size)
-    rows, scales = torch.ops.outrider.silu_mul.triton_quantize(both, "fp8", 128, torch.float16, False)
+    rows, scales = torch.ops.outrider.silu_mul.triton_quantize(both, "fp8", 128, torch.float16, 0, False)
     gated = torch.ops.outrider.silu_mul.triton(both, False)
     wanted_rows, wanted_scales = torch.ops.outrider.quantize_rows.triton(gated, "fp8", 128, None, torch.float16, False)
     assert scales.shape == (3, -(-size // 128))

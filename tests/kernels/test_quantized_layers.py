@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 
 from kernels.devices import SMALL
-from kernels.unfused import UnfusedProducts, attended_mlp, unfused_mlp
+from kernels.unfused import UnfusedProducts, attended_mlp, scaled_mm, unfused_mlp
 from outrider.device import AttentionMetadata, ResidualStream, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
@@ -26,7 +26,9 @@ from outrider_triton.products.operands import HeadGate, QuantizedProduct
 from outrider_triton.quantized import activations as quantized_activation_ops
 from outrider_triton.quantized import nibble_planes as nibble_plane_ops
 from outrider_triton.quantized import operators as quantized_ops
+from outrider_triton.quantized import products as quantized_product_launches
 from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.products import QuantizedProducts
 from outrider_triton.rows import operators as ops
 from outrider_triton.tiles.configs import MatmulConfig
 
@@ -212,7 +214,7 @@ def test_heads_are_gated_and_quantised(group, normed, kernels, launched):
     x, values = normal(5, INNER), normal(5, SIZE + INNER, seed=8)[:, SIZE:].unflatten(1, (6, 64))
     gate = HeadGate(values, normal(64, seed=9), 1e-6) if normed else HeadGate(values)
     rows = quantized_ops.quantized_rows(gate.apply(kernels, x), "fp8", group, None, torch.float16, kernels.pdl)
-    made = torch.ops.outrider.gated_rms_norm.triton_quantize(x, *gate, "fp8", group, torch.float16, kernels.pdl)
+    made = torch.ops.outrider.gated_rms_norm.triton_quantize(x, *gate, "fp8", group, torch.float16, 0, kernels.pdl)
     for mine, its in zip(made, rows, strict=True):
         same(mine, its)
     launched.clear()
@@ -330,6 +332,30 @@ def inputs_of(m, metadata):
     return ForwardInput(
         tokens=torch.zeros(m, dtype=torch.int64), positions=torch.arange(m), slots=torch.arange(m) + 4, attention=metadata
     )
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(22, 128), (21, 0)])
+def test_kernels_before_the_librarys_products_quantise_its_rows(tokens, group, kernels, launched, monkeypatch):
+    blocks = {"rows": 128, "columns": 128, "activation_group": 128} if group else {}
+    way = WeightFormat(elements=FP8, activations=FP8, **blocks)
+    shapes = {"down": (HIDDEN, INNER), "gate_up": (2 * INNER, HIDDEN)}
+    weights = {
+        name: way.quantize(normal(*shape, seed=place).bfloat16() / 16) for place, (name, shape) in enumerate(shapes.items())
+    }
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(QuantizedProducts, "_derive", lambda *operands, **options: None)
+    monkeypatch.setattr(quantized_product_launches, "_library_takes_stored", lambda *operands: True)
+    own = TritonKernels(replace(kernels.facts, architecture="sm_90"))
+    both, residual, norm = (normal(*shape, seed=9).bfloat16() for shape in ((tokens, 2 * INNER), (tokens, HIDDEN), (HIDDEN,)))
+    wanted = residual.clone()
+    normed = own.add_rms_norm(own.linear_quantized(own.silu_mul(both), weights["down"]), wanted, norm, 1e-5)
+    right = own.linear_quantized(normed, weights["gate_up"])
+    launched.clear()
+    product = QuantizedProduct(both, weights["down"], None, gated=True)
+    made = own.quantized.norm_linear_quantized(product, residual, norm, 1e-5, weights["gate_up"])
+    same(residual, wanted)
+    same(made, right)
+    assert launched == ["silu_mul_quantize", "add_rms_norm_quantize"]
 
 
 @pytest.mark.sample(1)

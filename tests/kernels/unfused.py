@@ -83,3 +83,21 @@ def unfused_mlp(
     added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, bias)
     both = kernels.quantized.norm_linear_quantized(added, residual, norm, eps, weight, weight_bias)
     return QuantizedProduct(both, down, down_bias, gated=True)
+
+
+def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+    """Return cuBLAS's product of e4m3 operands, with a scale per row, or per group of 128 columns and block of 128 x 128.
+
+    It wants the scales of a group of columns next to each other, and rows in multiples of four.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    by_group = scale_a.shape[1] > 1
+    assert use_fast_accum is not by_group
+    if by_group:
+        assert m % 4 == 0
+        assert scale_a.shape == (m, k // 128)
+        assert scale_a.stride() == (1, m)
+        assert scale_b.shape == (k // 128, n // 128)
+        assert scale_b.stride() == (1, k // 128)
+        scale_a, scale_b = scale_a.repeat_interleave(128, 1), scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)

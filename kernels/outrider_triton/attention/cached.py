@@ -82,7 +82,7 @@ class CacheAttention:
         """
         projected = residual[:, :1].expand(-1, output.shape[1])  # only the shape and dtype are used
 
-        def attention_rows(product_plan: ProductPlan, config: MatmulConfig) -> TokenRows:
+        def attention_rows(product_plan: ProductPlan, config: MatmulConfig | None) -> TokenRows:
             # Larger batches aren't split: their rows keep the ordinary layout.
             layouts = (
                 {
@@ -150,12 +150,14 @@ class CacheAttention:
                         _TRITON.paged_attention.triton_planes(*self.operands(call, list(tiling)), planes)
 
 
-def _planes(call: PrefillOperands, product_plan: ProductPlan, config: MatmulConfig) -> int:
+def _planes(call: PrefillOperands, product_plan: ProductPlan, config: MatmulConfig | None) -> int:
     """Return the nibble-plane layout in which a product with this plan reads its rows (:func:`row_layout`); 0 for row-major
     rows.
     """
     size = call.q.shape[2]
-    return row_layout(config) if product_plan.planes and size % UNIT_COLUMNS.value == 0 and power_of_two(size) == size else 0
+    if config is None or not product_plan.planes:
+        return 0
+    return row_layout(config) if size % UNIT_COLUMNS.value == 0 and power_of_two(size) == size else 0
 
 
 def _heads(q: Tensor, k_cache: Tensor) -> AttentionHeads:

@@ -70,17 +70,24 @@ define("quantize_by_maxima.triton", _quantize_by_maxima)
 
 
 def _embed_beside_quantize(
-    tokens: Tensor, weight: Tensor, hidden: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool
+    tokens: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
+    format: str,
+    group: int,
+    dtype: torch.dtype,
+    by_group: int,
+    pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """Concatenate each token's embedding and ``hidden`` row, and quantise the concatenation as one row."""
     expect_beside(weight, hidden)
     size, hidden_size = weight.shape[1], hidden.shape[1]
-    out, scales = allocate_quantized(hidden, size + hidden_size, group, dtype)
+    out, scales = allocate_quantized(hidden, size + hidden_size, group, dtype, by_group)
     block = power_of_two(size + hidden_size)
     launch(
         activations.embed_beside_quantize,
-        (out.shape[0],),
-        *(tokens.contiguous(), weight, hidden, out, scales, size, hidden_size, hidden.stride(0)),
+        (scales.shape[0],),
+        *(tokens.contiguous(), weight, hidden, out, scales, size, hidden_size, hidden.stride(0), *scales.stride()),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=min(group, block),
         BLOCK=block,
@@ -100,16 +107,24 @@ def quantizes_gated(gate: Tensor, group: int) -> bool:
 
 
 def _gate_quantize(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, format: str, group: int, dtype: torch.dtype, pdl: bool
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    format: str,
+    group: int,
+    dtype: torch.dtype,
+    by_group: int,
+    pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """Apply a :class:`~outrider_triton.products.operands.HeadGate` to ``x`` [T, heads * E] and quantise the rows."""
     heads, size = gate.shape[1:]
     count = max(_HEADS_PER_PROGRAM, group // size) if group else power_of_two(heads)
-    out, scales = allocate_quantized(x, heads * size, group, dtype)
+    out, scales = allocate_quantized(x, heads * size, group, dtype, by_group)
     launch(
         activations.gate_quantize,
-        (out.shape[0], triton.cdiv(heads, count)),
-        *(x.contiguous(), gate, weight, out, scales, eps, heads, gate.stride(0)),
+        (scales.shape[0], triton.cdiv(heads, count)),
+        *(x.contiguous(), gate, weight, out, scales, eps, heads, gate.stride(0), *scales.stride()),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=group,
         E=size,

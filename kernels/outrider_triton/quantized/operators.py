@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.operators import expect
-from outrider_triton.launch import define, launch, power_of_two
+from outrider_triton.launch import define, launch, power_of_two, warps_for
 from outrider_triton.products.streamed import multiply
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations as jit_activations
@@ -142,27 +142,22 @@ def quantized_rows(
 ) -> tuple[Tensor, Tensor]:
     """Quantise rows ``x`` [m, k]; return them in ``dtype`` and their scales, float32 [m, groups].
 
-    ``plain``: multiply the rounded rows by their scales again. ``by_group``: the scales of a group are adjacent, and both
-    results are padded to a multiple of ``by_group`` rows, whose values are undefined.
+    ``plain``: multiply the rounded rows by their scales again. ``by_group``: see :func:`allocate_quantized`.
     """
     m, k = x.shape
-    padded = m if not by_group else -(-m // by_group) * by_group
     group = group if 0 < group < k else k
-    groups = -(-k // group)
     expect(group <= MAX_ROW_ELEMENTS, lambda: f"activations in groups of {group}, expected at most {MAX_ROW_ELEMENTS}")
-    out = torch.empty((padded, k), dtype=dtype, device=x.device)
-    shape = (groups, padded) if by_group else (padded, groups)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    scales = scales.t() if by_group else scales
+    out, scales = allocate_quantized(x, k, group, dtype, by_group)
     block = power_of_two(group)
     launch(
         jit_activations.quantize_rows,
-        (m, groups),
+        (m, scales.shape[1]),
         *(x, input_scale, out, scales, k, x.stride(0), group, *scales.stride()),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         PLAIN=plain,
         BLOCK=block,
         pdl=pdl,
+        warps=warps_for(block // 2),
     )
     return out, scales
 
@@ -345,13 +340,18 @@ def _linear_quantized_add(
 define("linear_quantized.triton_add", _linear_quantized_add, writes=("residual",))
 
 
-def allocate_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def allocate_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype, by_group: int = 0) -> tuple[Tensor, Tensor]:
     """Return uninitialised quantised rows of ``k`` elements in ``dtype``, as many as ``like`` has, and their float32 scales,
-    one per ``group`` columns.
+    one per ``group`` columns (0: all).
+
+    ``by_group``: the scales of a group are adjacent, and there are rows and scales for a multiple of ``by_group`` rows. The
+    scales are returned for the rows of ``like``.
     """
-    m = like.numel() // like.shape[-1]
-    scales = torch.empty((m, -(-k // group) if group else 1), dtype=torch.float32, device=like.device)
-    return torch.empty((m, k), dtype=dtype, device=like.device), scales
+    m, groups = like.numel() // like.shape[-1], -(-k // group) if group else 1
+    padded = -(-m // by_group) * by_group if by_group else m
+    shape = (groups, padded) if by_group else (padded, groups)
+    scales = torch.empty(shape, dtype=torch.float32, device=like.device)
+    return torch.empty((padded, k), dtype=dtype, device=like.device), scales.t()[:m] if by_group else scales
 
 
 def _add_rms_norm_quantize(
@@ -363,6 +363,7 @@ def _add_rms_norm_quantize(
     format: str,
     group: int,
     dtype: torch.dtype,
+    by_group: int,
     unquantized: Tensor | None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -376,11 +377,11 @@ def _add_rms_norm_quantize(
         lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
     )
     (m, size), block = residual.shape, power_of_two(residual.shape[1])
-    out, scales = allocate_quantized(residual, size, group, dtype)
+    out, scales = allocate_quantized(residual, size, group, dtype, by_group)
     launch(
         jit_activations.add_rms_norm_quantize,
         (m,),
-        *(x, bias, residual, weight, out, scales, unquantized, eps, size, residual.numel()),
+        *(x, bias, residual, weight, out, scales, unquantized, eps, size, residual.numel(), *scales.stride()),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=min(group, block),
         PARTS=1 if x.dim() == 2 else x.shape[0],
@@ -393,14 +394,16 @@ def _add_rms_norm_quantize(
 define("add_rms_norm.triton_quantize", _add_rms_norm_quantize, writes=("residual", "unquantized"))
 
 
-def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
+def _silu_mul_quantize(
+    gate_up: Tensor, format: str, group: int, dtype: torch.dtype, by_group: int, pdl: bool
+) -> tuple[Tensor, Tensor]:
     size = gate_up.shape[-1] // 2
     block = min(power_of_two(size), max(group, _GROUPED_ELEMENTS_PER_PROGRAM)) if group else power_of_two(size)
-    out, scales = allocate_quantized(gate_up, size, group, dtype)
+    out, scales = allocate_quantized(gate_up, size, group, dtype, by_group)
     launch(
         jit_activations.silu_mul_quantize,
-        (out.shape[0], triton.cdiv(size, block)),
-        *(gate_up.contiguous(), out, scales, size),
+        (scales.shape[0], triton.cdiv(size, block)),
+        *(gate_up.contiguous(), out, scales, size, *scales.stride()),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=min(group, block),
         BLOCK=block,

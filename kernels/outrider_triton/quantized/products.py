@@ -42,7 +42,7 @@ class TokenRows(NamedTuple):
     """The rows [T, K] as computed, quantised or in nibble-plane layout."""
     scales: Tensor | None
     """Scales of quantised rows; None if the rows are not quantised."""
-    in_planes: bool
+    in_planes: bool = False
     """True if ``x`` has a nibble-plane layout."""
     gated: bool = False
     """True if ``x`` has gate and up, [T, 2 K], and the product's kernel computes SwiGLU."""
@@ -56,8 +56,8 @@ class NormedRows(NamedTuple):
     scales: Tensor | None
     product_plan: ProductPlan
     """Plan of the following product."""
-    config: MatmulConfig
-    """Tile configuration of the following product."""
+    config: MatmulConfig | None
+    """Tile configuration of the following product; None: the library multiplies the quantised rows."""
 
 
 class QuantizedProducts:
@@ -100,6 +100,12 @@ class QuantizedProducts:
         operator = "linear_rope" if half else "linear_silu_mul" if gated else "linear_parts" if parts else "linear"
         return self._tiles.derived(operator, m=m, n=n, k=k, half=half, stored=stored)
 
+    def takes_rows(self, x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, config: MatmulConfig | None) -> bool:
+        """Return True if a product of rows like ``x`` [..., K] takes them from the kernel before it: a product with a
+        ``config``, or the library's, of rows that this kernel can quantise.
+        """
+        return config is not None or (has_dynamic_activations(weight) and library_scales(x, weight, product_plan))
+
     def multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
         """Return True if Triton's kernels support rows of the dtype of ``x`` and this weight's format."""
         is_half = x.dtype in (torch.bfloat16, torch.float16)
@@ -111,7 +117,7 @@ class QuantizedProducts:
         weight: QuantizedWeight,
         bias: Tensor | None,
         product_plan: ProductPlan,
-        config: MatmulConfig,
+        config: MatmulConfig | None,
         *,
         dtype: torch.dtype | None = None,
         scales: Tensor | None = None,
@@ -119,11 +125,13 @@ class QuantizedProducts:
         laid: bool = False,
         gated: bool = False,
     ) -> Tensor:
-        """Launch the Triton product of ``x`` and ``weight`` and return its result.
+        """Launch the Triton product of ``x`` and ``weight``, or without a ``config`` the library's, and return its result.
 
         ``scales``: ``x`` was quantised from ``dtype``. ``parts``: return a split product in parts, without its bias.
         ``laid``: ``x`` has a nibble-plane layout. ``gated``: ``x`` is gate and up of one token.
         """
+        if config is None:
+            return self._launch_library(x, weight, bias, product_plan, scales, dtype or x.dtype)
         asm = self._facts.capability >= 80 and not triton.knobs.runtime.interpret
         columns = product_plan.mode, product_plan.columns, product_plan.at_once
         if gated:
@@ -142,6 +150,34 @@ class QuantizedProducts:
         return _TRITON.linear_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             x, *library_operands(weight, bias), *options, config.as_list(), self._pdl
         )
+
+    def _launch_library(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        product_plan: ProductPlan | None,
+        scales: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the library's product in ``dtype`` of ``x`` and ``weight``; with ``scales``, ``x`` is quantised already."""
+        if scales is None:
+            scaled = library_scales(x, weight, product_plan)
+            return _TRITON.linear_quantized.library(  # type: ignore[no-any-return]  # torch.ops has no types
+                x, *library_operands(weight, bias), scaled, self._facts.fp8, self._pdl
+            )
+        return _TRITON.linear_quantized.library_rows(  # type: ignore[no-any-return]
+            x, scales, weight.data, weight.scales, bias, weight.format, weight.block[0], dtype, self._pdl
+        )
+
+    def multiply(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        """Return the product [..., N] of rows ``x`` [..., K] that :meth:`multiplies` allows; their number decides how."""
+        self.compile_configs(x, weight, bias)
+        product_plan = plan(self._facts, weight)
+        config = None if product_plan is None else self.quantized_config(x, weight, product_plan)
+        if product_plan is None or config is None:
+            return self._launch_library(x, weight, bias, product_plan, None, x.dtype)
+        return self.launch_product(x, weight, bias, product_plan, config)
 
     def norm_linear_quantized(
         self,
@@ -200,7 +236,7 @@ class QuantizedProducts:
         product_plan, config = plan(self._facts, weight), None
         if product_plan is not None and x.dim() == 2 and self.multiplies(x, weight) and rotates(rotary, x):
             config = self.quantized_config(x, weight, product_plan)
-        if product_plan is None or config is None:
+        if product_plan is None or config is None:  # no kernel precedes that could quantise rows for the library
             return self._kernels.head_norm_rope_write_cache(self._kernels.linear_quantized(x, weight, bias), None, rotary)
         self.compile_configs(x, weight, bias)
         return self._rotated_product(self._convert_rows(x, weight, product_plan, config), x, weight, bias, rotary)
@@ -214,7 +250,7 @@ class QuantizedProducts:
             return NormedRows(_TRITON.lay_in_planes.triton(x, self._pdl, row_layout(config)), None, product_plan, config)
         if weight.activations is None:
             return NormedRows(x, None, product_plan, config)
-        format, group, row_dtype = activation_format(weight, product_plan)
+        format, group, row_dtype, _ = activation_format(weight, product_plan, config)
         rows, scales = _TRITON.quantize_rows.triton(x, format, group, weight.input_scale, row_dtype, self._pdl)
         return NormedRows(rows, scales, product_plan, config)
 
@@ -229,12 +265,13 @@ class QuantizedProducts:
         if self._scope.must_compile(("rope_of_quantized", dtype, weight.shape, weight.label, bias is None, *caches)):
             self._compile_rotary(x, weight, bias, rotary, product_plan)
         rotated_config = (
-            self._derive(x.shape[0], weight, product_plan, half=k_cache.shape[3] // 2) if product_plan.can_stream else None
+            self._derive(x.shape[0], weight, product_plan, half=k_cache.shape[3] // 2)
+            if product_plan.can_stream and normed.config is not None
+            else None
         )
         # Rows in another layout belong to an unstreamed product.
-        if rotated_config is not None and (
-            row_layout(normed.config) == INT8_COMPONENTS if product_plan.planes else normed.scales is not None
-        ):
+        in_planes = normed.config is not None and row_layout(normed.config) == INT8_COMPONENTS
+        if rotated_config is not None and (in_planes if product_plan.planes else normed.scales is not None):
             return self._launch_rotated(normed.rows, normed.scales, weight, bias, rotary, dtype, rotated_config)
         product = self.second_product(normed, x, weight, bias, parts=True)
         remaining_bias = bias if product.dim() == 3 else None
@@ -315,7 +352,7 @@ class QuantizedProducts:
         bias: Tensor | None,
         *,
         parts: bool,
-        taken: Callable[[ProductPlan, MatmulConfig], TokenRows] | None = None,
+        taken: Callable[[ProductPlan, MatmulConfig | None], TokenRows] | None = None,
         unquantized: Tensor | None = None,
     ) -> NormedRows | None:
         """Run :meth:`norm_linear_quantized` up to its second product, which may be in ``parts``.
@@ -330,25 +367,26 @@ class QuantizedProducts:
             return None
         second_config = self.quantized_config(residual, weight, second, parts=parts)
         self.compile_configs(residual, weight, bias)
-        if second_config is None:
+        if not self.takes_rows(residual, weight, second, second_config):
             return None
         weight_keys = added.weight.shape, added.weight.label, added.bias is None, weight.shape, weight.label
         outputs = unquantized is not None, norm.dtype, residual.dtype
         if self._scope.must_compile(("norm_linear_quantized", *outputs, *weight_keys)):
             self._compile_norms(added, first[0], residual, norm, weight, second, unquantized)
         product, remaining_bias = self._product(added, *first, residual.dtype, taken)
-        if not has_dynamic_activations(weight):
+        if second_config is not None and not has_dynamic_activations(weight):
             layout = row_layout(second_config) if second.planes else 0
             normed = _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self._pdl, layout)
             return NormedRows(normed, None, second, second_config)
-        normed, scales = self._norm(product, remaining_bias, residual, norm, eps, weight, second, unquantized)
+        row_format = activation_format(weight, second, second_config)
+        normed, scales = self._norm(product, remaining_bias, residual, norm, eps, row_format, unquantized)
         return NormedRows(normed, scales, second, second_config)
 
     def _first(
         self, added: QuantizedProduct, residual: Tensor, *, parts: bool = True
-    ) -> tuple[ProductPlan, MatmulConfig] | None:
+    ) -> tuple[ProductPlan, MatmulConfig | None] | None:
         """Return plan and configuration of a product that is added to ``residual``, perhaps in ``parts``; None if Triton has
-        no kernel for it.
+        no kernel for it, and the library doesn't take quantised rows.
         """
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
         operand, product_plan = added.x[..., :width], plan(self._facts, added.weight)
@@ -358,15 +396,15 @@ class QuantizedProducts:
             return None
         config = self.quantized_config(operand, added.weight, product_plan, parts=parts)
         self.compile_configs(operand, added.weight, added.bias)
-        return None if config is None else (product_plan, config)
+        return (product_plan, config) if self.takes_rows(operand, added.weight, product_plan, config) else None
 
     def _product(
         self,
         added: QuantizedProduct,
         product_plan: ProductPlan,
-        config: MatmulConfig,
+        config: MatmulConfig | None,
         dtype: torch.dtype,
-        taken: Callable[[ProductPlan, MatmulConfig], TokenRows] | None = None,
+        taken: Callable[[ProductPlan, MatmulConfig | None], TokenRows] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the product for a norm that adds its parts, and the bias that the parts lack. ``taken``: see
         :meth:`normed_rows`.
@@ -375,7 +413,7 @@ class QuantizedProducts:
         product = self.launch_product(
             x, added.weight, added.bias, product_plan, config, dtype=dtype, scales=scales, parts=True, laid=laid, gated=gated
         )
-        return product, added.bias if config.split > 1 else None
+        return product, added.bias if config is not None and config.split > 1 else None
 
     def activated(
         self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None
@@ -406,27 +444,23 @@ class QuantizedProducts:
         )
         return activated
 
-    def _taken(self, added: QuantizedProduct, product_plan: ProductPlan, config: MatmulConfig) -> TokenRows:
+    def _taken(self, added: QuantizedProduct, product_plan: ProductPlan, config: MatmulConfig | None) -> TokenRows:
         x, weight = added.x, added.weight
-        if added.maxima is not None and not added.gated and has_dynamic_activations(weight) and not _group(weight):
-            format, _, row_dtype = activation_format(weight, product_plan)
-            rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, row_dtype, self._pdl)
-            return TokenRows(rows, scales, False)
-        if added.gate is not None and has_dynamic_activations(weight) and quantizes_gated(added.gate.values, _group(weight)):
-            row_format = activation_format(weight, product_plan)
-            rows, scales = _TRITON.gated_rms_norm.triton_quantize(x, *added.gate, *row_format, self._pdl)
-            return TokenRows(rows, scales, False)
+        if has_dynamic_activations(weight):
+            row_format = format, group, row_dtype, _ = activation_format(weight, product_plan, config)
+            if added.maxima is not None and not added.gated and not group:
+                return TokenRows(*_TRITON.quantize_by_maxima.triton(x, added.maxima, format, row_dtype, self._pdl))
+            if added.gate is not None and quantizes_gated(added.gate.values, group):
+                return TokenRows(*_TRITON.gated_rms_norm.triton_quantize(x, *added.gate, *row_format, self._pdl))
+            if added.gated:
+                return TokenRows(*_TRITON.silu_mul.triton_quantize(x, *row_format, self._pdl))
         if not added.gated:
             return TokenRows(added.gate_rows(self._kernels), None, False)
-        if has_dynamic_activations(weight):
-            rows, scales = _TRITON.silu_mul.triton_quantize(x, *activation_format(weight, product_plan), self._pdl)
-            return TokenRows(rows, scales, False)
-        laid = product_plan.planes
-        if laid and computes_swiglu(config, x.shape[0]) and x.dim() == 2:
+        if config is None or not product_plan.planes:
+            return TokenRows(self._kernels.silu_mul(x), None, False)
+        if computes_swiglu(config, x.shape[0]) and x.dim() == 2:
             return TokenRows(x, None, False, gated=True)
-        return TokenRows(
-            _TRITON.silu_mul.triton(x, self._pdl, row_layout(config)) if laid else self._kernels.silu_mul(x), None, laid
-        )
+        return TokenRows(_TRITON.silu_mul.triton(x, self._pdl, row_layout(config)), None, True)
 
     def _norm(
         self,
@@ -435,12 +469,12 @@ class QuantizedProducts:
         residual: Tensor,
         norm: Tensor,
         eps: float,
-        weight: QuantizedWeight,
-        product_plan: ProductPlan,
+        row_format: tuple[str, int, torch.dtype, int],
         unquantized: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        options = *activation_format(weight, product_plan), unquantized, self._pdl
-        rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *options)
+        rows, scales = _TRITON.add_rms_norm.triton_quantize(
+            product, bias, residual, norm, eps, *row_format, unquantized, self._pdl
+        )
         return rows, scales
 
     def compile_configs(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
@@ -472,7 +506,10 @@ class QuantizedProducts:
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
-        """Compile SwiGLU with each row layout that the following product may take."""
+        """Compile SwiGLU with each row layout that the following product may take, or with its quantisation."""
+        if added.gated and has_dynamic_activations(added.weight):
+            with compile_only():
+                _TRITON.silu_mul.triton_quantize(added.x[:4], *activation_format(added.weight, product_plan, None), self._pdl)
         if added.gated and product_plan.planes and not has_dynamic_activations(added.weight):
             configs = self.every_config(added.x, added.weight, product_plan)
             for layout in {row_layout(tiling) for tiling in configs}:
@@ -497,8 +534,8 @@ class QuantizedProducts:
     ) -> None:
         """Compile the norm with every number of parts of the first product and every row layout of the products."""
         self._compile_activation(added, first)
-        layouts = {row_layout(each) if second.planes else 0 for each in self.every_config(residual, weight, second)}
-        splits = {each.split for each in self.every_config(residual, added.weight, first)}
+        layouts = {row_layout(each) if second.planes else 0 for each in self.every_config(residual, weight, second)} or {0}
+        splits = {each.split for each in self.every_config(residual, added.weight, first)} | {1}  # the library's is whole
         for split, layout in itertools.product(splits, layouts):
             sample = residual[:4].clone()
             parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
@@ -506,7 +543,8 @@ class QuantizedProducts:
             with compile_only():
                 if has_dynamic_activations(weight):
                     also = None if unquantized is None else torch.empty_like(sample)
-                    self._norm(parts, remaining_bias, sample, norm, 1e-5, weight, second, also)
+                    row_format = activation_format(weight, second, None)
+                    self._norm(parts, remaining_bias, sample, norm, 1e-5, row_format, also)
                 else:
                     _TRITON.add_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self._pdl, layout)
 
@@ -517,18 +555,19 @@ class QuantizedProducts:
 
         Return None, and run nothing, if a kernel is missing.
         """
-        product_plan, config, k = plan(self._facts, weight), None, weight.shape[1]
+        product_plan, k = plan(self._facts, weight), weight.shape[1]
         supported = (
             hidden.dim() == 2 and hidden.stride(1) == 1 and hidden.dtype is embedding.dtype and embedding.is_contiguous()
         )
         supported = supported and k <= MAX_ROW_ELEMENTS and has_dynamic_activations(weight) and has_kernel(embedding, hidden)
-        if product_plan is not None and supported and self.multiplies(hidden, weight):
-            concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
-            config = self.quantized_config(concatenated, weight, product_plan, parts=False)
-            self.compile_configs(concatenated, weight, bias)
-        if product_plan is None or config is None:
+        if product_plan is None or not supported or not self.multiplies(hidden, weight):
             return None
-        row_format = activation_format(weight, product_plan)
+        concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
+        config = self.quantized_config(concatenated, weight, product_plan, parts=False)
+        self.compile_configs(concatenated, weight, bias)
+        if not self.takes_rows(concatenated, weight, product_plan, config):
+            return None
+        row_format = activation_format(weight, product_plan, config)
         x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *row_format, self._pdl)
         return self.launch_product(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)
 
@@ -556,7 +595,7 @@ class QuantizedProducts:
                             tiling,
                         )
         rows = self._taken(added, product_plan, config)
-        if can_stream and config.descriptor == STREAMED:
+        if can_stream and config is not None and config.descriptor == STREAMED:
             self._launch_add(rows, added, residual, config)
             return residual
         x, scales, laid, gated = rows
@@ -582,7 +621,7 @@ class QuantizedProducts:
         weight_key = norm.dtype, weight.shape, weight.label, added.bias is None
         if self._scope.must_compile(("linear_quantized_add_rms_norm", residual.dtype, *weight_key)):
             self._compile_activation(added, product_plan)
-            for split in {each.split for each in self.every_config(residual, weight, product_plan)}:
+            for split in {each.split for each in self.every_config(residual, weight, product_plan)} | {1}:
                 sample = residual[:4].clone()
                 parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
                 with compile_only():
@@ -603,11 +642,16 @@ def _group(weight: QuantizedWeight) -> int:
     return weight.activation_group if weight.activation_group < weight.shape[1] else 0
 
 
-def activation_format(weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[str, int, torch.dtype]:
-    """Return the format, the columns per scale (0: all) and the dtype of the quantised rows that a product with this weight
-    multiplies. The weight has dynamic activation scales.
+def activation_format(
+    weight: QuantizedWeight, product_plan: ProductPlan, config: MatmulConfig | None
+) -> tuple[str, int, torch.dtype, int]:
+    """Return the format, the columns per scale (0: all), the dtype and the padding (``by_group`` of
+    :func:`outrider_triton.quantized.operators.allocate_quantized`) of the quantised rows that a product with this weight
+    multiplies: with a ``config``, or the library's. The weight has dynamic activation scales.
     """
-    return weight.activations or "", _group(weight), activation_dtype(weight.data, product_plan.native)
+    group = _group(weight)
+    padding = library.ROWS_MULTIPLE if config is None and group else 0
+    return weight.activations or "", group, activation_dtype(weight.data, product_plan.native), padding
 
 
 def has_dynamic_activations(weight: QuantizedWeight) -> bool:

@@ -14,6 +14,7 @@ from outrider_triton.recurrent.jit.steps import gated_norm, sigmoid_product
 from outrider_triton.rows.jit import add_row, nearest_e4m3, norm
 
 _INT8_LARGEST = tl.constexpr(INT8_LARGEST)
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -35,16 +36,49 @@ def _round_to_format(quotient, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(maximum, E4M3: tl.constexpr):
-    """Return the scale of values whose largest magnitude is ``maximum``: the format's largest value then represents it. The
-    scale is 1 if all are zero.
+def _as_stored(quotient, out, E4M3: tl.constexpr):
+    """Return ``quotient`` rounded to the format, in the dtype of the pointers ``out``. The device's own conversion to e4m3
+    rounds and clamps in one instruction; the interpreter's rounds incorrectly.
     """
-    largest: tl.constexpr = 448.0 if E4M3 else _INT8_LARGEST
-    return tl.where(maximum / largest > 0, maximum / largest, 1.0)
+    if E4M3 and out.dtype.element_ty == tl.float8e4nv and not _IS_INTERPRETED:
+        return quotient.to(tl.float8e4nv)
+    else:
+        return _round_to_format(quotient, E4M3).to(out.dtype.element_ty)
 
 
 @triton.jit
-def _quantize_row(value, row, begins, out, scales, size, E4M3: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _largest_magnitude(value, AXIS: tl.constexpr):
+    """Return the largest magnitude of float32 values along an axis. It isn't finite if any of them isn't: as integers, the
+    bits of magnitudes have the order of their values, infinity comes next, and NaN last.
+    """
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, axis=AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_of(maximum, E4M3: tl.constexpr):
+    """Return the scale of values whose largest magnitude is ``maximum``: the format's largest value then represents it. The
+    scale is 1 if all are zero, and NaN if one isn't finite.
+    """
+    largest: tl.constexpr = 448.0 if E4M3 else _INT8_LARGEST
+    scale = tl.where(maximum / largest > 0, maximum / largest, 1.0)
+    return tl.where(maximum < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _quantize_row(
+    value,
+    row,
+    begins,
+    out,
+    scales,
+    size,
+    scale_row,
+    scale_group,
+    E4M3: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Quantise the BLOCK elements from ``begins`` on of a row of ``size`` elements, and store them as :func:`quantize_rows`
     does, with a scale per GROUP elements (0: one scale, and the block is the row).
 
@@ -53,15 +87,11 @@ def _quantize_row(value, row, begins, out, scales, size, E4M3: tl.constexpr, GRO
     WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
     COUNT: tl.constexpr = BLOCK // WIDTH
     value = tl.reshape(value, [COUNT, WIDTH])
-    magnitude = tl.abs(value)
-    scale = _scale_of(tl.max(magnitude, axis=1), E4M3)
-    is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=1)
-    quotient = _round_to_format(value / scale[:, None], E4M3)
+    scale = _scale_of(_largest_magnitude(value, 1), E4M3)
     lane = begins + tl.arange(0, COUNT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(out + row * size + lane, quotient.to(out.dtype.element_ty), mask=lane < size)
-    groups = tl.cdiv(size, WIDTH)
+    tl.store(out + row * size + lane, _as_stored(value / scale[:, None], out, E4M3), mask=lane < size)
     group = begins // WIDTH + tl.arange(0, COUNT)
-    tl.store(scales + row * groups + group, tl.where(is_invalid > 0, float("nan"), scale), mask=group < groups)
+    tl.store(scales + row * scale_row + group * scale_group, scale, mask=group < tl.cdiv(size, WIDTH))
 
 
 @triton.jit(do_not_specialize=["scale_row", "scale_group"])
@@ -92,17 +122,16 @@ def quantize_rows(
     mask = (lane < group) & (column < k)
     value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if given is not None:
-        scale = tl.load(given)
-        is_invalid = tl.max((value != value).to(tl.int32), axis=0)
+        divisor = tl.load(given)
+        scale = tl.where(tl.max((value != value).to(tl.int32), axis=0) > 0, float("nan"), divisor)
     else:
-        magnitude = tl.abs(value)
-        scale = _scale_of(tl.max(magnitude, axis=0), E4M3)
-        is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=0)
-    quotient = _round_to_format(value / scale, E4M3)
-    scale = tl.where(is_invalid > 0, float("nan"), scale)
+        divisor = _scale_of(_largest_magnitude(value, 0), E4M3)
+        scale = divisor
     if PLAIN:
-        quotient *= scale
-    tl.store(out + row.to(tl.int64) * k + column, quotient.to(out.dtype.element_ty), mask=mask)
+        quotient = (_round_to_format(value / divisor, E4M3) * scale).to(out.dtype.element_ty)
+    else:
+        quotient = _as_stored(value / divisor, out, E4M3)
+    tl.store(out + row.to(tl.int64) * k + column, quotient, mask=mask)
     tl.store(scales + row * scale_row + part * scale_group, scale)
 
 
@@ -133,12 +162,12 @@ def quantize_by_maxima(
     share = tl.arange(0, SHARES)
     maximum = tl.max(tl.load(maxima + share * tl.num_programs(0) + row, mask=share < shares, other=0.0), axis=0)
     scale = _scale_of(maximum, E4M3)
-    tl.store(out + place, _round_to_format(value / scale, E4M3).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, _as_stored(value / scale, out, E4M3), mask=inside)
     if part == 0:
-        tl.store(scales + row, tl.where(maximum < float("inf"), scale, float("nan")))
+        tl.store(scales + row, scale)
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["part_stride", "scale_row", "scale_group"])
 def add_rms_norm_quantize(
     x,
     bias,
@@ -150,6 +179,8 @@ def add_rms_norm_quantize(
     eps,
     size,
     part_stride,
+    scale_row,
+    scale_group,
     E4M3: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
@@ -167,15 +198,17 @@ def add_rms_norm_quantize(
     normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
     if unquantized is not None:
         tl.store(unquantized + row * size + lane, normed, mask=inside)
-    _quantize_row(normed.to(tl.float32), row, 0, out, scales, size, E4M3, GROUP, BLOCK)
+    _quantize_row(normed.to(tl.float32), row, 0, out, scales, size, scale_row, scale_group, E4M3, GROUP, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_row", "scale_group"])
 def silu_mul_quantize(
     gate_up,
     out,
     scales,
     size,
+    scale_row,
+    scale_group,
     E4M3: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -192,10 +225,10 @@ def silu_mul_quantize(
     gate = tl.load(gate_up + row * 2 * size + lane, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + lane, mask=mask, other=0.0).to(tl.float32)
     activation = swiglu(gate, up, gate_up.dtype.element_ty)
-    _quantize_row(activation.to(tl.float32), row, begins, out, scales, size, E4M3, GROUP, BLOCK)
+    _quantize_row(activation.to(tl.float32), row, begins, out, scales, size, scale_row, scale_group, E4M3, GROUP, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_row", "scale_group"])
 def embed_beside_quantize(
     tokens,
     weight,
@@ -205,6 +238,8 @@ def embed_beside_quantize(
     size,
     hidden_size,
     hidden_stride,
+    scale_row,
+    scale_group,
     E4M3: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -222,10 +257,10 @@ def embed_beside_quantize(
     )
     embedded = tl.load(weight + token * size + lane, mask=lane < size, other=0.0)
     value = tl.where(lane < size, embedded, features)
-    _quantize_row(value.to(tl.float32), row, 0, out, scales, size + hidden_size, E4M3, GROUP, BLOCK)
+    _quantize_row(value.to(tl.float32), row, 0, out, scales, size + hidden_size, scale_row, scale_group, E4M3, GROUP, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_row", "scale_group"])
 def gate_quantize(
     x,
     gate,
@@ -235,6 +270,8 @@ def gate_quantize(
     eps,
     heads,
     gate_stride,
+    scale_row,
+    scale_group,
     E4M3: tl.constexpr,
     GROUP: tl.constexpr,
     E: tl.constexpr,
@@ -261,4 +298,4 @@ def gate_quantize(
         made = gated_norm(value * inverse[:, None], z, scale, x.dtype.element_ty)
     else:
         made = sigmoid_product(value, z, x.dtype.element_ty)
-    _quantize_row(made.to(tl.float32), row, first * E, out, scales, heads * E, E4M3, GROUP, HEADS * E)
+    _quantize_row(made.to(tl.float32), row, first * E, out, scales, heads * E, scale_row, scale_group, E4M3, GROUP, HEADS * E)
