@@ -20,13 +20,13 @@ DTYPES = {
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 KvDtype = Literal["auto", "plain", "fp8"]
-DraftLengthName = Literal["fixed", "load"]
+DraftLengthName = Literal["fixed", "load", "request"]
 ModeName = Literal["staged", "fused"]
 
 KV_DTYPES = ("auto", "plain", *CACHE_FORMATS)
 """Values of :attr:`EngineConfig.kv_dtype`, the format of the target's KV cache."""
 
-DRAFT_LENGTHS = ("fixed", "load")
+DRAFT_LENGTHS = ("fixed", "load", "request")
 """Values of :attr:`EngineConfig.draft_length`, the policy that chooses the number of draft tokens of an iteration."""
 
 MAX_DRAFT_NODES = 4096
