@@ -89,9 +89,11 @@ class EngineConfig:
     """``fixed`` drafts ``draft_tokens`` in every iteration. ``load`` drafts as many tokens as make a greedy batch fastest, or
     none.
 
-    ``load`` uses iteration times measured when the engine was created, and the acceptance so far; tokens are the same. None
-    selects ``load`` if at least 64 requests run and graphs are replayed concurrently with the host, except for trees and with
-    ``batch_invariant``.
+    ``load`` uses iteration times measured when the engine was created, and the acceptance so far; tokens are the same.
+    ``request`` also verifies fewer drafts of requests whose own acceptance is poor.
+
+    None selects ``load`` if at least 64 requests run and graphs are replayed concurrently with the host, except for trees and
+    with ``batch_invariant``.
     """
     dtype: DtypeName | None = None
     """Dtype of weights, activations and KV cache."""
