@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 _PRIOR_ACCEPTANCE = 0.7  # assumed probability that a draft token is accepted, before any observation
 _PRIOR_TRIALS = 8.0  # number of trials that the prior counts for
@@ -275,23 +276,24 @@ class RequestDraftLength(DraftLengthPolicy):
         accepted with the highest probabilities.
         """
         count, longest = len(requests), self.lengths[-1]
-        chances = [[request.share**number for request in requests] for number in range(1, longest + 1)]
-        by_number = [sum(each) for each in chances]
-        likeliest = sorted(((chance, index) for each in chances for index, chance in enumerate(each)), reverse=True)
+        shares = [request.share for request in requests]
+        chances = [share**number for number in range(1, longest + 1) for share in shares]  # first tokens first
+        likeliest = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)
+        in_order = [0.0, *accumulate(chances)]
+        by_chance = [0.0, *accumulate(chances[index] for index in likeliest)]
 
         def rate(length: int) -> float:
-            return (count + sum(by_number[:length])) / self.costs.seconds(length, count, cached)
+            return (count + in_order[count * length]) / self.costs.seconds(length, count, cached)
 
         def packed_rate(width: int) -> float:
-            expected = count + sum(chance for chance, _ in likeliest[: count * (width - 1)])
-            return expected / self.packed.seconds(width, count, cached)
+            return (count + by_chance[count * (width - 1)]) / self.packed.seconds(width, count, cached)
 
         length, width = max(self.lengths, key=rate), max(self.widths, key=packed_rate)
         if packed_rate(width) <= _MIN_SPEEDUP * rate(length):
             return length, ()
         verified = [0] * count
-        for _, index in likeliest[: count * (width - 1)]:
-            verified[index] += 1
+        for index in likeliest[: count * (width - 1)]:
+            verified[index % count] += 1
         return longest, tuple(verified)
 
 
