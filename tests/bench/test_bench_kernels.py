@@ -204,6 +204,24 @@ def test_mean_lengths_of_synthetic_acceptance(length, whole, drafted, expected):
         assert tokens[row, count + 1 :].eq(-1).all()
 
 
+def test_requests_have_chances_in_turn_and_accept_no_more_than_was_verified():
+    kernels = with_synthetic_acceptance(KernelSet(), "3.439,1.417", 3, context=700, by_request=True)
+    batch = 4000
+    logits, drafts = torch.randn(batch, 4, 16), torch.randint(0, 16, (batch, 3))
+    positions, heat = torch.arange(batch) // 2 % 700, torch.zeros(batch)
+    _, whole = kernels.verify_chain(logits, drafts, None, heat, positions, positions)
+    assert [float(whole[kind::2].double().mean()) for kind in (0, 1)] == pytest.approx([2.439, 0.417], abs=0.08)
+    lengths = torch.arange(batch) % 4
+    drafts[torch.arange(3) >= lengths.unsqueeze(1)] = -1
+    tokens, accepted = kernels.verify_chain(logits, drafts, None, heat, positions, positions)
+    assert accepted.tolist() == torch.minimum(whole, lengths).tolist()
+    for row in range(0, batch, 97):
+        count = int(accepted[row])
+        assert tokens[row, :count].tolist() == drafts[row, :count].tolist()
+        assert 0 <= int(tokens[row, count]) < 16
+        assert tokens[row, count + 1 :].eq(-1).all()
+
+
 def test_synthetic_acceptance_is_two_operations():
     """They are of the benchmark alone, and of every iteration that it measures."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,8 +1,13 @@
 """A sample of python -m proof.long_proof: programs of each kind of setup, and a few fences left out."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 
 from outrider.device import CapabilityError
+from outrider.engine.requests.draft_length import LengthSchedule
+from outrider_proof.decode_program import MOVING
 from outrider_proof.engine_setups import MODES, PERSONALITIES, PROPOSERS, VISION, random_host_program
 from outrider_proof.quantised import QUANTISED
 from proof.program_checks import drop_fence, measure_rate, prove_program, run_once_checked
@@ -58,6 +63,28 @@ def test_a_program_under_some_schedules(setup, number):
     )
     if setup.proposer in ("eagle-tree", "mtp", "draft-model-tree", "eagle3"):
         assert record["verified"] > record["iterations"]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "setup",
+    [EngineSetup("eagle", "staged"), EngineSetup("eagle", "graphs"), EngineSetup("mtp", "fused")],
+    ids=lambda each: each.name,
+)
+def test_lengths_of_each_request_need_no_other_order(setup):
+    """Neither a race nor an undeclared access, and the tokens of non-speculative decoding."""
+    arrivals = tuple(replace(arrival, moves=()) for arrival in MOVING.arrivals)
+    program = replace(MOVING, arrivals=arrivals, draft_lengths=(3, 0, 1, 2, 3, 1, 0), by_request=True)
+    found, inner = [], LengthSchedule.choose_each
+
+    def noted(self, requests, cached):
+        found.append(inner(self, requests, cached)[1])
+        return inner(self, requests, cached)
+
+    with patch.object(LengthSchedule, "choose_each", noted):
+        outcome = run_once_checked(setup, program, strategy="random", seed=3)
+    assert (outcome.error, outcome.text) == ("", "")
+    assert sum(len(set(lengths)) > 1 for lengths in found) >= 4
 
 
 @pytest.mark.sample(1)

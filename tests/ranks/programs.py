@@ -11,6 +11,7 @@ from threads import run
 from outrider import Engine, SamplingParams
 from outrider.engine.guides.guides import Regex
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
+from outrider.engine.requests.draft_length import LengthSchedule
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
 from outrider_proof.guides import ResidueGrammars
@@ -35,6 +36,8 @@ class Program:
     params: tuple[SamplingParams, ...]
     arrivals: tuple[int, ...]
     aborts: dict[int, int]
+    lengths: tuple[int, ...] = ()
+    """Draft lengths of consecutive requests in all iterations; empty: all drafts are verified."""
 
 
 def drawn(seed: int) -> Program:
@@ -79,7 +82,9 @@ def engine_of(program: Program, backend: Any, ranks: Ranks | None = None) -> Eng
     """The engine of one rank, or of all there is."""
     target = proposers.decoder(tiny.target(), backend, None if ranks is None else ranks.model)
     proposer = proposers.MAKERS[program.proposer](target, backend)
-    engine = Engine(target, backend, proposer=proposer, config=plain_config(dtype="float64", **program.config), ranks=ranks)
+    config = plain_config(dtype="float64", **program.config)
+    policy = LengthSchedule(program.lengths, tuple(range(2, max(program.lengths) + 2))) if program.lengths else None
+    engine = Engine(target, backend, proposer=proposer, config=config, ranks=ranks, draft_length=policy)
     ResidueGrammars.into(engine)
     return engine
 

@@ -45,18 +45,25 @@ def acceptance_rates(given: str | float, draft_tokens: int) -> tuple[float, ...]
     return _powers(high, draft_tokens)
 
 
+def rates_of_requests(given: str | float, draft_tokens: int) -> tuple[tuple[float, ...], ...]:
+    """Return chances of :func:`acceptance_rates` for each part of ``given`` between commas. Requests have them in turn."""
+    return tuple(acceptance_rates(part, draft_tokens) for part in str(given).split(","))
+
+
 def check_acceptance(given: str) -> None:
-    """Raise :class:`ConfigError` unless ``given`` is a possible mean or a measured head."""
-    mean = _mean_of(given)
-    if mean is None:
-        _measured(given)
-    elif not 1 <= mean <= _MAX_LENGTH:  # also not a number
-        raise ConfigError(f"expected a number of at least 1, at most {_MAX_LENGTH}, or HEAD:KIND of a measured head")
+    """Raise :class:`ConfigError` unless each part of ``given`` between commas is a possible mean or a measured head."""
+    for part in given.split(","):
+        mean = _mean_of(part)
+        if mean is None:
+            _measured(part)
+        elif not 1 <= mean <= _MAX_LENGTH:  # also not a number
+            raise ConfigError(f"expected a number of at least 1, at most {_MAX_LENGTH}, or HEAD:KIND of a measured head")
 
 
 def describe_acceptance(given: str | float, draft_tokens: int) -> str:
     """Return the acceptance as a report names it, with its mean number of tokens an iteration."""
-    mean = f"synthetic, mean {1 + sum(acceptance_rates(given, draft_tokens)):.4g}"
+    rates = rates_of_requests(given, draft_tokens)
+    mean = f"synthetic, mean {1 + sum(map(sum, rates)) / len(rates):.4g}"
     return mean if _mean_of(given) is not None else f"{mean}, as {given}"
 
 

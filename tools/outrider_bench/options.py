@@ -110,8 +110,9 @@ DraftLengthOption = Annotated[
     str | None,
     option(
         "--draft-length",
-        value=one_of("fixed", "load"),
-        help="Draft K tokens in every iteration (fixed), or as many as make the batch fastest (load). "
+        value=one_of("fixed", "load", "request"),
+        help="Draft K tokens in every iteration (fixed), or as many as make the batch fastest (load), also for each request "
+        "by its own acceptance (request). "
         "Default: load where graphs are replayed concurrently with the host.",
     ),
 ]
@@ -146,14 +147,14 @@ ShapeOption = Annotated[
     option("--shape", value=SHAPE, help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."),
 ]
 RequiredShapeOption = Annotated[str, option("--shape", value=SHAPE, help="Random weights of this shape.")]
-ACCEPTANCE = parsed("X|HEAD:KIND", check_acceptance)
+ACCEPTANCE = parsed("X|HEAD:KIND,…", check_acceptance)
 AcceptLengthOption = Annotated[
     str | None,
     option(
         "--accept-length",
         value=ACCEPTANCE,
         help="With random weights, synthetic acceptance: mean number of tokens that an iteration yields, or HEAD:KIND for "
-        "the shares that a head reached on a kind of text, as smollm2_eagle3:chat.",
+        "the shares that a head reached on a kind of text, as smollm2_eagle3:chat. With commas, of requests in turn.",
     ),
 ]
 QuantizeOption = Annotated[

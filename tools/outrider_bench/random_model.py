@@ -12,7 +12,7 @@ from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.report import show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider_bench.acceptance import acceptance_rates, describe_acceptance
+from outrider_bench.acceptance import describe_acceptance, rates_of_requests
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class RandomModel:
     """Name of the proposer, one of :data:`RANDOM_PROPOSERS`."""
     draft_tokens: int
     accept_length: str | float | None
-    """Synthetic acceptance, an argument of :func:`~outrider_bench.acceptance.acceptance_rates`. None: real acceptance."""
+    """Synthetic acceptance, an argument of :func:`~outrider_bench.acceptance.rates_of_requests`. None: real acceptance."""
     quantize: str | None = None
     """Format of the layers' quantized weights, also of the draft's; None: unquantized."""
     quantize_head: bool = False
@@ -69,7 +69,7 @@ class RandomModel:
                 if getattr(self, field) is not None:
                     raise ConfigError(f"{message}; leave it out, or use --speculate eagle")
         if self.accept_length is not None:
-            acceptance_rates(self.accept_length, self.draft_tokens)
+            rates_of_requests(self.accept_length, self.draft_tokens)
 
     @property
     def description(self) -> Mapping[str, object]:
@@ -94,9 +94,11 @@ class RandomModel:
         *,
         kv_dtype: str = "auto",
         batch_invariant: bool = False,
+        by_request: bool = False,
     ) -> tuple[LanguageModel, Proposer | None]:
         """Create the model with random weights, and its proposer, on a device; with ``ranks``, this rank's part of them.
         ``kv_dtype`` is the format of the KV cache. With ``batch_invariant``, the model uses batch-invariant kernels.
+        ``by_request``: requests may have draft lengths of their own, which synthetic acceptance then follows.
         """
         from outrider.cli.options.models import vocabulary_of
         from outrider.model import Decoder, DraftVocabulary, with_output_head
@@ -120,7 +122,9 @@ class RandomModel:
         model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=weights, kv_dtype=kv_dtype)
         kernels = model.kernels.batch_invariant() if batch_invariant else model.kernels
         if self.accept_length is not None:
-            kernels = with_synthetic_acceptance(kernels, self.accept_length, self.draft_tokens, context=whole.max_context)
+            kernels = with_synthetic_acceptance(
+                kernels, self.accept_length, self.draft_tokens, context=whole.max_context, by_request=by_request
+            )
         if kernels is not model.kernels:
             model = Decoder(model.config, model.weights, kernels, ranks)
         if self.speculate == "none":
@@ -195,7 +199,12 @@ class RandomModel:
         if random.draft_weights is not None:
             own += (draft_weights_choice(random.draft_weights, asked=self.draft_weights is not None),)
         model, proposer = random.make(
-            device, config.torch_dtype, part, kv_dtype=config.kv_dtype, batch_invariant=config.batch_invariant
+            device,
+            config.torch_dtype,
+            part,
+            kv_dtype=config.kv_dtype,
+            batch_invariant=config.batch_invariant,
+            by_request=config.draft_length == "request",
         )
         config = resolve(config, collect_facts(device, model, proposer or NonSpeculativeProposer()), own)
         with show_progress(joined.leads) as tell:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet, WrappedKernels
-from outrider_bench.acceptance import acceptance_rates
+from outrider_bench.acceptance import rates_of_requests
 
 _LAST_HASH = 0xFFFF
 _REQUEST_STRIDE = 257
@@ -25,17 +25,22 @@ class _AcceptanceTable(NamedTuple):
     """Random acceptance results, decided in advance, so that an iteration only launches two more operations."""
 
     by_position: Tensor
-    """Results by request and position, int64 [requests, positions, 2 K + 2]. A row has the number of accepted draft tokens, K
-    + 1 tokens (0 at an accepted draft token, then the token of the target, then -1), and K factors of the draft tokens (1 if
-    accepted). All requests share one table, and each starts at a row of its own.
+    """Results by kind, request and position, int64 [kinds, requests, positions, 2 K + 2]. A row has the number of accepted
+    draft tokens, K + 1 tokens (0 at an accepted draft token, then the token of the target, then -1), and K factors of the
+    draft tokens (1 if accepted). All requests of a kind share one table, and each starts at a row of its own.
     """
     requests: Tensor
     """The numbers 0, 1, 2 and so on, int64 [requests]."""
+    kinds: Tensor
+    """The number of each request's chances, 0, 1 and so on in turn, int64 [requests]."""
 
 
 class _SyntheticKernels(WrappedKernels):
-    def __init__(self, inner: KernelSet, rates: tuple[float, ...], described: str, context: int) -> None:
+    def __init__(
+        self, inner: KernelSet, rates: tuple[tuple[float, ...], ...], described: str, context: int, by_request: bool
+    ) -> None:
         super().__init__(inner)
+        self._by_request = by_request
         self.name = f"{inner.name}, synthetic acceptance of {described}"
         self.rates, self.context = rates, context
         self.tables: dict[tuple[int, int, int, torch.device], _AcceptanceTable] = {}
@@ -73,44 +78,54 @@ class _SyntheticKernels(WrappedKernels):
         if key not in self.tables:
             self.tables[key] = _make_table(self.rates, self.context + drafted + 1, *key)
         table = self.tables[key]
-        made = table.by_position[table.requests[:batch], positions]
-        tokens = made[:, 1 : drafted + 2]
+        made = table.by_position[table.kinds[:batch], table.requests[:batch], positions]
+        tokens, accepted = made[:, 1 : drafted + 2], made[:, 0]
         tokens[:, :drafted].addcmul_(made[:, drafted + 2 :], draft_tokens)
-        return tokens, made[:, 0]
+        if not self._by_request:
+            return tokens, accepted
+        following = tokens.gather(1, accepted.unsqueeze(1))
+        accepted = torch.minimum(accepted, (draft_tokens >= 0).sum(1))  # draft tokens after the verified ones are -1
+        last = accepted.unsqueeze(1)
+        lane = table.requests[: drafted + 1]
+        return torch.where(lane < last, tokens, torch.where(lane == last, following, -1)), accepted
 
 
 def _make_table(
-    rates: tuple[float, ...], length: int, most: int, drafted: int, vocabulary: int, device: torch.device
+    rates: tuple[tuple[float, ...], ...], length: int, most: int, drafted: int, vocabulary: int, device: torch.device
 ) -> _AcceptanceTable:
     """Return the table of acceptance results for ``most`` requests and ``length`` positions, on ``device``.
 
-    A hash of request and position is the random number. Draft token i is accepted if the number is below ``rates[i]``, the
-    chance that it and all before it are accepted. The hash also determines the token after the accepted ones.
+    A hash of request and position is the random number. Draft token i is accepted if the number is below ``rates[kind][i]``,
+    the chance that it and all before it are accepted. The hash also determines the token after the accepted ones.
     """
     hashed = torch.arange(_LAST_HASH + 1, device=device)
     for shift, factor in _HASH_ROUNDS:
         hashed = (hashed ^ hashed >> shift) * factor & _LAST_HASH
     hashed ^= hashed >> 10
-    accepted = sum((hashed < round(rate * 65536)).to(torch.int64) for rate in rates[:drafted]) + torch.zeros_like(hashed)
+    chances = torch.tensor([[round(rate * 65536) for rate in kind[:drafted]] for kind in rates], device=device)
+    count = (hashed.unsqueeze(-1) < chances.unsqueeze(1)).sum(-1, keepdim=True)
     following = hashed.flip(0) * 40503 % vocabulary
-    index, count = torch.arange(drafted + 1, device=device), accepted.unsqueeze(1)
+    index = torch.arange(drafted + 1, device=device)
     others = torch.where(index < count, 0, torch.where(index == count, following.unsqueeze(1), -1))
     drafts = (index[:drafted] < count).to(torch.int64)
-    rows = torch.cat((count, others, drafts), dim=1)
-    count_rows, width = length + most * _REQUEST_STRIDE, rows.shape[1]
-    table = rows.repeat(-(-count_rows // (_LAST_HASH + 1)), 1)
-    by_position = table.as_strided((most, length, width), (_REQUEST_STRIDE * width, width, 1))
-    return _AcceptanceTable(by_position, torch.arange(most, device=device))
+    rows = torch.cat((count, others, drafts), dim=-1)
+    count_rows, width = length + most * _REQUEST_STRIDE, rows.shape[-1]
+    table = rows.repeat(1, -(-count_rows // (_LAST_HASH + 1)), 1)
+    sizes, strides = (len(rates), most, length, width), (table.stride(0), _REQUEST_STRIDE * width, width, 1)
+    requests = torch.arange(most, device=device)
+    return _AcceptanceTable(table.as_strided(sizes, strides), requests, requests % len(rates))
 
 
 def with_synthetic_acceptance(
-    kernels: KernelSet, accept_length: str | float, draft_tokens: int, *, context: int
+    kernels: KernelSet, accept_length: str | float, draft_tokens: int, *, context: int, by_request: bool = False
 ) -> KernelSet:
-    """Return ``kernels`` with synthetic verification of chains, by the chances of :func:`acceptance_rates`.
+    """Return ``kernels`` with synthetic verification of chains, by the chances of :func:`rates_of_requests`, which the
+    requests of a batch have in turn.
 
     The random number is a hash of request and position. ``context``: maximum length of a text in tokens. A shorter chain is
-    accepted as far as the whole one would be, so it yields fewer tokens. Trees get the real verification. Raises the errors
-    of :func:`acceptance_rates`.
+    accepted as far as the whole one would be, so it yields fewer tokens. Trees get the real verification. ``by_request``:
+    each request may have a draft length of its own. Raises the errors of :func:`rates_of_requests`.
     """
-    rates = acceptance_rates(accept_length, draft_tokens)
-    return _SyntheticKernels(kernels, rates, f"{accept_length} ({'/'.join(f'{rate:.3g}' for rate in rates)})", context)
+    rates = rates_of_requests(accept_length, draft_tokens)
+    listed = ", ".join("/".join(f"{rate:.3g}" for rate in kind) for kind in rates)
+    return _SyntheticKernels(kernels, rates, f"{accept_length} ({listed})", context, by_request)

@@ -127,6 +127,8 @@ _DRAFT_LENGTHS_FRACTION = 0.35
 
 _BY_LOAD_FRACTION = 0.2
 """Fraction of programs that choose the draft length by load."""
+_BY_REQUEST_FRACTION = 0.5
+"""Fraction of programs with a schedule of draft lengths that is a schedule of requests."""
 _TOKEN_BUDGET_FRACTION = 0.4
 """Fraction of programs with a small token budget per iteration."""
 _EAGER_PREFILL_FRACTION = 0.2
@@ -166,6 +168,7 @@ class HostProgram:
     """A host program: requests, and the sizes of the engine that serves them.
 
     ``draft_lengths`` are the draft lengths of consecutive iterations, repeated cyclically; empty means the maximum length.
+    With ``by_request`` they are those of consecutive requests in all iterations, if the engine can verify these.
     ``by_load`` chooses the draft length by load and acceptance instead, with synthetic costs. ``token_budget`` is the token
     limit of a mixed iteration (decode and prefill tokens); None means a whole prefill chunk in addition to decoding.
     ``prefill_graphs`` is the largest prefill chunk, in tokens, that runs as a graph where decoding does; None: every chunk.
@@ -178,6 +181,7 @@ class HostProgram:
     prefill_chunk: int
     draft_tokens: int
     draft_lengths: tuple[int, ...] = ()
+    by_request: bool = False
     by_load: bool = False
     token_budget: int | None = None
     prefill_graphs: int | None = None
@@ -223,7 +227,8 @@ class HostProgram:
             return program
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
         lengths = [changing.choice(among) for _ in range(changing.randint(2, 7))]
-        return replace(program, draft_lengths=tuple(lengths))
+        by_request = random.Random(f"by request {seed}").random() < _BY_REQUEST_FRACTION
+        return replace(program, draft_lengths=tuple(lengths), by_request=by_request)
 
     def config(self, longest: int, **fields: Any) -> EngineConfig:
         """Return a config with the sizes of the program, and pages for a request of ``longest`` tokens and the spare ones.
@@ -251,7 +256,9 @@ class HostProgram:
         from outrider.engine.engine import Engine
 
         with limited_prefill_graphs(self):
-            draft_length = draft_length_of(self, proposer)
+            host_lengths = backend.speculative_sync.exact_host_lengths or target.kernels.plans_on_host
+            program = replace(self, by_request=self.by_request and not host_lengths and target.ranks.data is None)
+            draft_length = draft_length_of(program, proposer)
             return Engine(target, backend, proposer=proposer, config=config, draft_length=draft_length, **options)
 
     def longest(self, proposer: Proposer, *, images: bool) -> int:
@@ -304,7 +311,9 @@ def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPoli
         return LoadDraftLength(DraftCosts(base))
     if not program.draft_lengths:
         return None
-    return LengthSchedule([min(length, proposer.nodes) for length in program.draft_lengths])
+    schedule = [min(length, proposer.nodes) for length in program.draft_lengths]
+    widths = range(2, max(schedule) + 2) if program.by_request and proposer.nodes > 1 else ()
+    return LengthSchedule(schedule, tuple(widths))
 
 
 class Serving:

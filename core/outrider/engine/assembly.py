@@ -66,7 +66,7 @@ class Assembly:
         if variants is None:
             return None
         step = Step(parts, self._stages, Runner(parts), self.prefill, self._guided)
-        loop = self.loop(self._on_all_ranks(step), watchdog, LengthSchedule(parts.lengths), DecisionLog())
+        loop = self.loop(self._on_all_ranks(step), watchdog, LengthSchedule(parts.lengths, parts.widths), DecisionLog())
         # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
         with parts.backend.on(parts.streams.forward), variants:
             report = serve_internal_requests(loop, parts, self._compile_ahead)

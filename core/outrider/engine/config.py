@@ -20,13 +20,13 @@ DTYPES = {
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 KvDtype = Literal["auto", "plain", "fp8"]
-DraftLengthName = Literal["fixed", "load"]
+DraftLengthName = Literal["fixed", "load", "request"]
 ModeName = Literal["staged", "fused"]
 
 KV_DTYPES = ("auto", "plain", *CACHE_FORMATS)
 """Values of :attr:`EngineConfig.kv_dtype`, the format of the target's KV cache."""
 
-DRAFT_LENGTHS = ("fixed", "load")
+DRAFT_LENGTHS = ("fixed", "load", "request")
 """Values of :attr:`EngineConfig.draft_length`, the policy that chooses the number of draft tokens of an iteration."""
 
 MAX_DRAFT_NODES = 4096
@@ -89,9 +89,11 @@ class EngineConfig:
     """``fixed`` drafts ``draft_tokens`` in every iteration. ``load`` drafts as many tokens as make a greedy batch fastest, or
     none.
 
-    ``load`` uses iteration times measured when the engine was created, and the acceptance so far; tokens are the same. None
-    selects ``load`` if at least 64 requests run and graphs are replayed concurrently with the host, except for trees and with
-    ``batch_invariant``.
+    ``load`` uses iteration times measured when the engine was created, and the acceptance so far; tokens are the same.
+    ``request`` also verifies fewer drafts of requests whose own acceptance is poor.
+
+    None selects ``load`` if at least 64 requests run and graphs are replayed concurrently with the host, except for trees and
+    with ``batch_invariant``.
     """
     dtype: DtypeName | None = None
     """Dtype of weights, activations and KV cache."""

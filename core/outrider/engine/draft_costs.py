@@ -21,12 +21,15 @@ from outrider.engine.requests.draft_length import (
     FixedLength,
     LoadDraftLength,
     LookupDraftLength,
+    RequestDraftLength,
     default_draft_lengths,
+    default_widths,
 )
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import PendingResult
+from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 
 _RUNS = 3  # iterations of each kind: the first warms up, the fastest of the others counts
@@ -54,6 +57,28 @@ def lengths_for(
     return tuple(length for length in lengths if length not in refused)
 
 
+def widths_for(
+    config: DecidedConfig, backend: Backend, model: LanguageModel, proposer: Proposer, given: DraftLengthPolicy | None
+) -> tuple[int, ...]:
+    """Return the widths for which an engine captures graphs: those of its policy, empty if requests have one length.
+
+    Raises :class:`ConfigError` if the engine can't verify a length for each request.
+    """
+    asked = config.draft_length == "request" if given is None else bool(given.widths)
+    if not asked:
+        return ()
+    refused = {
+        "the proposer drafts trees, which have one shape": proposer.is_tree,
+        "drafts have fewer than 2 tokens": proposer.nodes < 2,
+        "data-parallel groups share the width of a pass": model.ranks.data is not None,
+        "attention takes lengths from the host": backend.speculative_sync.exact_host_lengths or model.kernels.plans_on_host,
+    }
+    for reason, applies in refused.items():
+        if applies:
+            raise ConfigError(f'each request would get a draft length of its own, and {reason}; set draft_length to "fixed"')
+    return default_widths(proposer.nodes) if given is None else given.widths
+
+
 def _lengths_of(
     config: DecidedConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
 ) -> tuple[int, ...]:
@@ -78,17 +103,17 @@ def _context_of_draft(config: DecidedConfig, proposer: Proposer) -> int | None:
 
 
 def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
-    """Return True if the engine shall use :class:`LoadDraftLength`. Raises :class:`ConfigError` if the config requests
-    ``load`` and the backend or the proposer can't vary the draft length.
+    """Return True if the engine shall measure iterations and choose draft lengths by them. Raises :class:`ConfigError` if the
+    config requests it and the backend or the proposer can't vary the draft length.
     """
-    chain = proposer.nodes > 0 and not proposer.is_tree
-    if config.draft_length == "load":
+    chain, asked = proposer.nodes > 0 and not proposer.is_tree, config.draft_length
+    if asked in ("load", "request"):
         if not chain:
             what = "drafts trees, which have one shape" if proposer.is_tree else "drafts nothing"
-            raise ConfigError(f'draft_length is "load", and the proposer {proposer.name!r} {what}; leave draft_length out')
+            raise ConfigError(f'draft_length is "{asked}", and the proposer {proposer.name!r} {what}; leave draft_length out')
         if config.batch_invariant:
             raise ConfigError(
-                'draft_length is "load" and batch_invariant is set: what a request draws would depend on how many '
+                f'draft_length is "{asked}" and batch_invariant is set: what a request draws would depend on how many '
                 "others run; leave one of them out"
             )
         return True
@@ -104,7 +129,8 @@ class DraftLengthReport:
     """The draft-length policy of an engine, and its measurement.
 
     Its fields: the name of the policy, the ``lengths`` that it chooses among, the measured ``costs`` in milliseconds by
-    length and number of requests (with few cached tokens), and the ``seconds`` that the measurement took.
+    length and number of requests (with few cached tokens), and the ``seconds`` that the measurement took. ``packed``: the
+    costs by width and number of requests, if each request has a length of its own.
     """
 
     policy: str
@@ -112,12 +138,13 @@ class DraftLengthReport:
     costs: tuple[tuple[int, int, float], ...] = ()
     per_token_ns: tuple[tuple[int, float], ...] = ()
     seconds: float = 0.0
+    packed: tuple[tuple[int, int, float], ...] = ()
 
     def __str__(self) -> str:
         if not self.costs:
             return f"{self.lengths[-1]} tokens drafted in every iteration"
-        which = ", ".join(map(str, self.lengths))
-        return f"{which} tokens drafted by load; what iterations take was measured in {self.seconds:.1f} s"
+        which, how = ", ".join(map(str, self.lengths)), "by request and load" if self.packed else "by load"
+        return f"{which} tokens drafted {how}; what iterations take was measured in {self.seconds:.1f} s"
 
 
 def decide(
@@ -134,17 +161,23 @@ def decide(
         return FixedLength(parts.proposer.nodes, context=context), DraftLengthReport("fixed", parts.lengths)
     began = time.perf_counter()
     longest = sizes or powers_up_to(parts.config.max_requests)
-    costs = _Measurement(parts, step).costs(longest, sizes_of_shorter(sizes) if sizes else longest)
-    follows_repeats = parts.proposer.looks_up and parts.model.ranks.is_single
+    costs, packed = _Measurement(parts, step).costs(longest, sizes_of_shorter(sizes) if sizes else longest)
+    policy: DraftLengthPolicy
+    if parts.widths:
+        name, policy = "request", RequestDraftLength(costs, packed)
+    elif parts.proposer.looks_up and parts.model.ranks.is_single:
+        name, policy = "lookup", LookupDraftLength(costs)
+    else:
+        name, policy = "load", LoadDraftLength(costs)
+    policy.context = context
     report = DraftLengthReport(
-        "lookup" if follows_repeats else "load",
+        name,
         parts.lengths,
-        tuple((length, size, 1e3 * seconds) for (length, size), seconds in sorted(costs.base.items())),
+        costs.in_ms(),
         tuple((length, 1e9 * seconds) for length, seconds in sorted(costs.per_token.items())),
         time.perf_counter() - began,
+        packed.in_ms(),
     )
-    policy = LookupDraftLength(costs) if follows_repeats else LoadDraftLength(costs)
-    policy.context = context
     return policy, report
 
 
@@ -159,9 +192,10 @@ class _Measurement:
         self._ahead = 1 if parts.config.overlap and parts.backend.capabilities.asynchronous else 0
         self._in_flight: deque[PendingResult] = deque()
 
-    def costs(self, sizes: Sequence[int], shorter_sizes: Sequence[int]) -> DraftCosts:
+    def costs(self, sizes: Sequence[int], shorter_sizes: Sequence[int]) -> tuple[DraftCosts, DraftCosts]:
         """Measure the longest draft with each number of requests in ``sizes``, and shorter drafts with each in
-        ``shorter_sizes``. Measure the time per cached token with the most requests. Return the times in seconds.
+        ``shorter_sizes``. Measure the time per cached token with the most requests. Return the times in seconds, by length
+        and, for requests with lengths of their own, by width.
         """
         parts, most = self._parts, max(sizes)
         lengths = sorted(parts.lengths)
@@ -176,12 +210,18 @@ class _Measurement:
                 for length in lengths
                 for size in (sizes if length == max(lengths) else shorter_sizes)
             }
+            packed = {
+                (width, size): self._seconds(max(lengths), size, few, width)
+                for width in parts.widths
+                for size in shorter_sizes
+            }
             per_token = {}
             if many > few:
                 for length in lengths:
                     more = self._seconds(length, most, many) - base[length, most]
                     per_token[length] = max(more, 0.0) / (most * (many - few))
-        return DraftCosts(base, per_token)
+        of_longest = per_token.get(max(lengths), 0.0)
+        return DraftCosts(base, per_token), DraftCosts(packed, dict.fromkeys(parts.widths, of_longest))
 
     def _admit(self, requests: int, tokens: int) -> None:
         """Write block tables for rows 1 to ``requests``, with pages for ``tokens`` tokens each. Rows share pages if there are
@@ -196,9 +236,9 @@ class _Measurement:
         self._launch(Batch((), (), (), updates))
         self._wait_for_all_but(0)
 
-    def _seconds(self, length: int, requests: int, tokens: int) -> float:
+    def _seconds(self, length: int, requests: int, tokens: int, width: int | None = None) -> float:
         """Return the seconds of the fastest of several iterations that draft ``length`` tokens for each of ``requests``
-        requests with ``tokens`` cached tokens each.
+        requests with ``tokens`` cached tokens each. ``width``: number of tokens to verify of each; None: all.
         """
         parts = self._parts
         with parts.backend.on(parts.streams.forward):
@@ -207,9 +247,10 @@ class _Measurement:
         self._launch(Batch((), (), (), ()))  # tells the host of the lengths, where it must know them
         self._wait_for_all_but(0)
         decoding = tuple(_stand_in(row, tokens) for row in range(1, requests + 1))
+        verified = () if width is None else (width - 1,) * requests
         ends = []
         for _ in range(_RUNS):
-            self._launch(Batch((), decoding, (), (), drafted=length))
+            self._launch(Batch((), decoding, (), (), drafted=length, draft_lengths=verified))
             ends += self._wait_for_all_but(self._ahead)
         ends += self._wait_for_all_but(0)
         return min(end - before for before, end in pairwise(ends))

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.device import Backend, ConfigError, DeviceError, Fence
 from outrider.engine.assembly import Assembly
 from outrider.engine.config import Choice, EngineConfig
-from outrider.engine.draft_costs import decide, lengths_for
+from outrider.engine.draft_costs import decide, lengths_for, widths_for
 from outrider.engine.fences import Streams
 from outrider.engine.graphs import CaptureProgress
 from outrider.engine.guides.grammars import Grammars
@@ -95,6 +95,7 @@ class Engine:
             proposer=proposer,
             config=config,
             lengths=lengths_for(config, backend, proposer, draft_length),
+            widths=widths_for(config, backend, model, proposer, draft_length),
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )

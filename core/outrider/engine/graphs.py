@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.device import Backend, CaptureContext, Graph, GraphPool, Stream
+from outrider.device import Backend, CaptureContext, ConfigError, Graph, GraphPool, Stream
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.requests.batch import Features
 from outrider.engine.stages import DecodeBatch, Frame, Stage, Stages, build_frame
@@ -89,12 +89,20 @@ class Runner:
         self._buffers = parts.buffers
 
     def batch(
-        self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
+        self,
+        count: int,
+        drafted: int,
+        features: Features,
+        max_kv: int,
+        seq_lens_host: HostSeqLens | None,
+        verified: int | None = None,
     ) -> DecodeBatch:
         """Return the batch that the stages receive: a bucket that holds ``count`` requests, and features that cover
         ``features``. Here it has exactly ``count`` requests.
+
+        ``verified``: number of tokens that the target verifies, if each request has a draft length of its own.
         """
-        return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host)
+        return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host, packed=verified)
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the KV lengths that captured graphs take as host parameters, on ``stream``. Does nothing here: a called
@@ -136,12 +144,16 @@ class CaptureReport:
         return f"{self.graphs} graphs captured in {self.seconds:.1f} s, holding {memory}"
 
 
-def _captured_sizes(parts: EngineParts) -> dict[tuple[int, Features], tuple[int, ...]]:
-    """Return the batch sizes to capture, in ascending order, by draft length and set of features.
+GraphKind = tuple[int, int | None, Features]
+"""Draft length, mean number of verified tokens (None: of each request all), and features of a captured iteration."""
+
+
+def _captured_sizes(parts: EngineParts) -> dict[GraphKind, tuple[int, ...]]:
+    """Return the batch sizes to capture, in ascending order, by kind of iteration.
 
     The config's ``buckets`` are batch sizes; None selects :func:`buckets_up_to` for greedy batches, powers of two for
-    sampling, and powers of four for everything. Shorter drafts than the longest are captured for greedy batches of
-    :func:`sizes_of_shorter`.
+    sampling, and powers of four for everything. Shorter drafts than the longest, and draft lengths of each request, are
+    captured for greedy batches of :func:`sizes_of_shorter`.
     """
     most, lengths = parts.config.max_requests, parts.lengths
     greedy, sampling, everything = captured_features(parts)
@@ -150,8 +162,9 @@ def _captured_sizes(parts: EngineParts) -> dict[tuple[int, Features], tuple[int,
     if parts.config.buckets is not None:
         sizes = dict.fromkeys(sizes, tuple(sorted(parts.config.buckets)))
     shorter = sizes_of_shorter(sizes[greedy])
-    longest = {(max(lengths), kind): sizes[kind] for kind in sizes}
-    return longest | {(drafted, greedy): shorter for drafted in lengths if drafted < max(lengths)}
+    wanted: dict[GraphKind, tuple[int, ...]] = {(max(lengths), None, kind): sizes[kind] for kind in sizes}
+    wanted |= {(drafted, None, greedy): shorter for drafted in lengths if drafted < max(lengths)}
+    return wanted | {(max(lengths), width, greedy): shorter for width in parts.widths}
 
 
 class GraphRunner(Runner):
@@ -168,42 +181,65 @@ class GraphRunner(Runner):
         self._which = tuple(which)
         self._capacity = parts.capacity
         self._most_drafted = max(parts.lengths)
-        self._sizes = _captured_sizes(parts)
-        self.buckets = self._sizes[self._most_drafted, Features()]
+        self._sizes, self._widths = _captured_sizes(parts), parts.widths
+        self.buckets = self._sizes[self._most_drafted, None, Features()]
         pools = {stage.name: parts.backend.create_graph_pool(stage.name) for stage in which}
         measured = measure_captures(parts.backend)
         for drafted in parts.lengths:
             for count in range(1, parts.config.max_requests + 1):
                 parts.buffers.views(count, drafted)  # views made before any replay are known to follow the writes of graphs
-        self._captured: dict[tuple[str, int, int, Features], Graph] = {}
+        self._captured: dict[tuple[str, int, GraphKind], Graph] = {}
         # The largest size first: smaller graphs then fit into the memory that the pool already holds.
         wanted = sorted(
-            ((size, drafted, kind) for (drafted, kind), sizes in self._sizes.items() for size in sizes),
-            key=lambda key: key[0],
-            reverse=True,
+            ((size, kind) for kind, sizes in self._sizes.items() for size in sizes), key=lambda key: key[0], reverse=True
         )
-        self._graphs: dict[tuple[int, int, Features], Mapping[str, Graph]] = {}
-        for done, (size, drafted, kind) in enumerate(wanted, start=1):
-            self._graphs[size, drafted, kind] = self._capture(size, drafted, kind, pools)
+        self._graphs: dict[tuple[int, GraphKind], Mapping[str, Graph]] = {}
+        for done, (size, kind) in enumerate(wanted, start=1):
+            self._graphs[size, kind] = self._capture(size, kind, pools)
             if progress is not None:
                 progress(done, len(wanted))
         self.report = CaptureReport(len(self._captured), self.buckets, *measured(), tuple(sorted(parts.lengths)))
 
     def batch(
-        self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
+        self,
+        count: int,
+        drafted: int,
+        features: Features,
+        max_kv: int,
+        seq_lens_host: HostSeqLens | None,
+        verified: int | None = None,
     ) -> DecodeBatch:
         """Return the batch in its smallest bucket. Its bound of cached tokens is the capacity, as the graphs were
         captured.
+
+        Raises :class:`ConfigError` if no graph has as many tokens as requests with draft lengths of their own need.
         """
         del max_kv
-        features = next(kind for _, kind in self._sizes if kind.covers(features))
-        bucket = self.bucket(count, drafted, features)
+        features = next(kind for _, _, kind in self._sizes if kind.covers(features))
+        width = None if verified is None else self._smallest_width(count, drafted, verified)
+        bucket = self._bucket(count, (drafted, width, features))
         padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
-        return DecodeBatch(count, bucket, drafted, features, self._capacity, captured=True, seq_lens_host=padded)
+        packed = None if width is None else width * bucket
+        return DecodeBatch(
+            count, bucket, drafted, features, self._capacity, captured=True, seq_lens_host=padded, packed=packed
+        )
 
-    def bucket(self, count: int, drafted: int, features: Features) -> int:
+    def _bucket(self, count: int, kind: GraphKind) -> int:
         """Return the smallest captured batch size that holds ``count`` requests."""
-        return next(size for size in self._sizes[drafted, features] if size >= count)
+        return next(size for size in self._sizes[kind] if size >= count)
+
+    def _smallest_width(self, count: int, drafted: int, verified: int) -> int:
+        """Return the smallest captured mean number of verified tokens whose graph holds ``verified`` tokens, and one token
+        for each padding request.
+        """
+        for width in self._widths:
+            bucket = self._bucket(count, (drafted, width, Features()))
+            if verified + bucket - count <= width * bucket:
+                return width
+        raise ConfigError(
+            f"the policy of draft lengths chose {verified} tokens to verify for {count} requests; expected at most a mean of "
+            f"{self._widths[-1]}, its largest width"
+        )
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the KV lengths in the graph of every captured stage, also those of padding rows."""
@@ -230,12 +266,14 @@ class GraphRunner(Runner):
             graph.replay(stage.stream)
 
     def _graphs_of(self, batch: DecodeBatch) -> Mapping[str, Graph]:
-        return self._graphs[batch.bucket, batch.drafted, batch.features]
+        width = None if batch.packed is None else batch.packed // batch.bucket
+        return self._graphs[batch.bucket, (batch.drafted, width, batch.features)]
 
-    def _capture(self, bucket: int, drafted: int, features: Features, pools: Mapping[str, GraphPool]) -> Mapping[str, Graph]:
-        """Capture all stages for one bucket, draft length and feature set, and return their graphs by stage name."""
-        stages = self._stages
-        batch = DecodeBatch(bucket, bucket, drafted, features, self._capacity, captured=True)
+    def _capture(self, bucket: int, kind: GraphKind, pools: Mapping[str, GraphPool]) -> Mapping[str, Graph]:
+        """Capture all stages for one bucket and kind of iteration, and return their graphs by stage name."""
+        stages, (drafted, width, features) = self._stages, kind
+        packed = None if width is None else width * bucket
+        batch = DecodeBatch(bucket, bucket, drafted, features, self._capacity, captured=True, packed=packed)
         nothing, plan = HostSeqLens((0,) * bucket, self._capacity), stages.verify_attention.stream
         frame = build_frame(self._buffers, batch)
         frame.seq_lens_host = nothing
@@ -250,7 +288,7 @@ class GraphRunner(Runner):
             if not stage.has_work(drafted):
                 continue
             served = Features(sampling=features.sampling) if stage.needs_sampling_only else features
-            key = (stage.name, bucket, drafted, served)
+            key = (stage.name, bucket, (drafted, None if stage.needs_sampling_only else width, served))
             if key not in self._captured:
                 self._captured[key] = self._graph(stage, replace(batch, features=served), frame, pools[stage.name])
             graphs[stage.name] = self._captured[key]
@@ -269,6 +307,7 @@ class GraphRunner(Runner):
             stage.run(replace(batch, seq_lens_host=seq_lens), frame)
 
         shorter = "" if batch.drafted == self._most_drafted else f", {batch.drafted} drafted"
+        shorter = shorter if batch.packed is None else f", {batch.packed} verified"
         kind = "everything" if features.options else "sampling" if features.sampling else "greedy"
         graph = backend.capture(
             f"{stage.name}[{count}, {kind}{shorter}]",

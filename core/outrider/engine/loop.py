@@ -254,8 +254,7 @@ class Loop:
 
     def _handle_results(self, batch: Batch, outcome: HostResults) -> None:
         """Append the tokens of one iteration to the requests of ``batch``, and count them."""
-        proposed = self.scheduler.max_accepted(batch)
-        for request, tokens in zip(batch.decode, outcome.decoded, strict=True):
+        for request, tokens, proposed in zip(batch.decode, outcome.decoded, self.scheduler.max_accepted(batch), strict=True):
             if not request.finished:
                 request.iterations += 1
                 request.verified_tokens += len(tokens)

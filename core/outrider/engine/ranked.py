@@ -177,7 +177,9 @@ class RankedStep:
             features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
             drafted = self._parts.proposer.nodes if drafted is None else drafted
             shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
-            shape["bucket"] = count if features.guided else self.step.runner.batch(count, drafted, features, 0, None).bucket
+            verified = batch.launched.verified
+            decode = self.step.runner.batch(count, drafted, features, 0, None, verified)
+            shape["bucket"] = count if features.guided else decode.bucket
         return shape
 
     def invalidate(self) -> None:

@@ -27,6 +27,7 @@ from outrider.engine.state.buffers import (
     VerifyOutputs,
 )
 from outrider.engine.state.options import BatchOptions
+from outrider.engine.state.packing import PackedTokens
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
 from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side
@@ -53,6 +54,10 @@ class DecodeBatch:
     """One graph holds all stages: gather reads published lengths, and extend reads hidden states where verify wrote them."""
     seq_lens_host: HostSeqLens | None = None
     """Exact lengths of ``bucket`` rows, if attention takes host integers."""
+    packed: int | None = None
+    """Number of tokens of verify's pass, padding included, if each request has a draft length of its own; None: all drafts
+    of all rows are verified.
+    """
 
 
 @dataclass(slots=True)
@@ -113,7 +118,9 @@ class Stage(ABC):
     fills: str | None = None
     """The group of buffers that the stage starts for a new batch; its runner then writes the padding of this group."""
     needs_sampling_only = False
-    """True if no feature but sampling changes the stage's work, so that graphs of other features are shared."""
+    """True if no feature but sampling changes the stage's work, so that graphs of other features and of draft lengths of each
+    request are shared.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -164,6 +171,8 @@ class Gather(Stage):
             found,
             lens_by_row=batch.fused,
         )
+        if batch.packed is not None:
+            inputs.draft_lengths.copy_(parts.staging.draft_lengths(batch.count))
         if inputs.mrope_position_deltas is not None:
             inputs.mrope_position_deltas.copy_(table.mrope_position_deltas.index_select(0, rows))
         for name, value in future.relay.items():
@@ -312,11 +321,19 @@ class Verify(Stage):
         """Verify, and return the hidden states where the model left them."""
         parts, inputs, outputs, features = self._parts, frame.inputs, frame.outputs, batch.features
         model, kernels, results = parts.model, parts.model.kernels, parts.results
-        forward = self._forward_input(batch, frame)
+        forward, packed = self._forward_input(batch, frame), self._packed_tokens(batch, frame)
+        if packed is not None:
+            forward = packed.select(forward)
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(
             forward, parts.cache, parts.proposer.aux_hidden_state_layers
         )
-        logits = model.logits(hidden).view(batch.count, batch.drafted + 1, -1)
+        logits = model.logits(hidden)
+        if packed is not None:
+            logits = packed.unpack(logits, kernels)
+            if parts.has_extend_work:
+                hidden = packed.unpack(hidden, kernels)
+                aux_hidden_states = packed.unpack_states(aux_hidden_states, kernels)
+        logits = logits.view(batch.count, batch.drafted + 1, -1)
         options = parts.options.options_from_inputs(features, inputs)
         tokens, path, accepted = self._accept(batch, frame, logits, options)
         if options is not None:
@@ -350,6 +367,19 @@ class Verify(Stage):
         positions = plan.static_rope_positions if batch.captured else plan.rope_positions
         return ForwardInput(plan.tokens, positions, plan.slots, attention, states=states)
 
+    def _packed_tokens(self, batch: DecodeBatch, frame: Frame) -> PackedTokens | None:
+        """Return the tokens that verify processes, if each request has a draft length of its own, else None."""
+        if batch.packed is None:
+            return None
+        parts, lengths = self._parts, frame.inputs.draft_lengths
+        return PackedTokens.of_lengths(
+            lengths,
+            frame.inputs.seq_lens,
+            lane=parts.buffers.lane[: batch.drafted + 1],
+            count=batch.packed,
+            capacity=parts.capacity,
+        )
+
     def _accept(
         self, batch: DecodeBatch, frame: Frame, logits: Tensor, options: BatchOptions | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -364,6 +394,9 @@ class Verify(Stage):
             after = plan.positions.view(logits.shape[:2])[:, 1] if batch.drafted else inputs.seq_lens
             columns = parts.probes.result_columns("target.logits", found)
             draft_tokens = frame.draft.tokens
+            if batch.packed is not None:  # no choice of the target equals -1, so acceptance ends before unverified tokens
+                is_unverified = parts.buffers.lane[: batch.drafted] >= inputs.draft_lengths.unsqueeze(1)
+                draft_tokens = draft_tokens.masked_fill(is_unverified, -1)
             tokens, accepted = kernels.verify_checked(logits, draft_tokens, inputs.temperature, inputs.seeds, after, columns)
             return tokens, None, accepted
         parts.probes.check_for_nan("target.logits", logits, found)

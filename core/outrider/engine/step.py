@@ -234,7 +234,8 @@ class Step:
         # An earlier iteration grew each request by one path at most; this iteration also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
         drafted = self._parts.proposer.nodes if batch.drafted is None else batch.drafted
-        return runner.batch(len(batch.decode), drafted, features, min(bound, self._parts.capacity), seq_lens_host)
+        bound = min(bound, self._parts.capacity)
+        return runner.batch(len(batch.decode), drafted, features, bound, seq_lens_host, batch.verified)
 
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
         """Return the decisions about the launch of ``batch`` that other ranks must share."""

@@ -48,6 +48,7 @@ _COLUMNS = {
     "iteration_ms": "ms",
     "tokens_per_s": "tokens/s",
     "acceptance_length": "accepted",
+    "drafted_length": "drafted",
     "limit_ms": "limit ms",
     "bytes_ms": "bytes ms",
     "operations_ms": "products ms",
@@ -157,8 +158,9 @@ def _measure(
     """
     from outrider_bench.limits import iteration_cost
 
+    before = engine.stats
     found = run_batch(engine, batch, prompt_tokens, new_tokens)
-    seconds, tokens = found.seconds, found.tokens
+    seconds, tokens, after = found.seconds, found.tokens, engine.stats
     if not seconds:
         return None
     needed = iteration_cost(engine, batch=batch, context=found.context)
@@ -175,6 +177,8 @@ def _measure(
         "iteration_ms_max": 1e3 * max(seconds),
         "tokens_per_s": tokens / sum(seconds),
         "acceptance_length": tokens / (len(seconds) * batch),
+        "drafted_length": (after.drafted_tokens - before.drafted_tokens)
+        / (after.request_iterations - before.request_iterations),
         "bytes_per_iteration": None if needed is None else round(needed.bytes),
         "operations_per_iteration": None if needed is None else round(needed.operations),
         "mean_context": found.context,

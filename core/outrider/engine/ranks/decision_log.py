@@ -22,7 +22,7 @@ from outrider.engine.ranks.records import (
     encode_call,
 )
 from outrider.engine.requests.batch import Batch
-from outrider.engine.requests.draft_length import DraftLengthPolicy
+from outrider.engine.requests.draft_length import DraftLengthPolicy, RequestAcceptance
 from outrider.engine.requests.hand_over import HandOver
 
 
@@ -179,7 +179,7 @@ class RankedDecisionLog(DecisionLog):
 
     def replicate(self, policy: DraftLengthPolicy) -> DraftLengthPolicy:
         """Return ``policy`` on the leading rank, and the policy that repeats its choices on a follower."""
-        return policy if self.leads else ReplicatedLength(policy.lengths, self)
+        return policy if self.leads else ReplicatedLength(policy, self)
 
     def wait_limit(self, timeout_s: float | None) -> float | None:
         """Return the time limit in seconds of each host wait: the smaller of ``timeout_s`` and the ranks' time limit, after
@@ -242,11 +242,13 @@ class RankedDecisionLog(DecisionLog):
             yield decode_call(text)
 
     @property
-    def drafted(self) -> int | None:
-        """The draft length of the current record, on a follower rank; None if the record has none."""
-        decisions = None if self._record is None else self._record.decisions
-        drafted = None if decisions is None else decisions.get("drafted")
-        return drafted if isinstance(drafted, int) else None
+    def drafted(self) -> tuple[int | None, tuple[int, ...]]:
+        """The draft length of the current record, on a follower rank (None if the record has none), and those of each request
+        (empty if the record has none).
+        """
+        decisions = (None if self._record is None else self._record.decisions) or {}
+        drafted, lengths = decisions.get("drafted"), decisions.get("draft_lengths")
+        return drafted if isinstance(drafted, int) else None, lengths if isinstance(lengths, tuple) else ()
 
     def _pass_to_groups(self, decisions: Decisions | None) -> None:
         for name, value in (decisions or {}).items():
@@ -277,20 +279,26 @@ def decisions_of(batch: Batch | None) -> Decisions:
         "pages": tuple(number for each in batches for update in each.table_updates for number in update),
         "states": tuple(row for each in batches for copy in (*each.restored_states, *each.saved_states) for row in copy),
         "drafted": None if batch is None else batch.drafted,
+        "draft_lengths": () if batch is None else batch.draft_lengths,
     }
 
 
 class ReplicatedLength(DraftLengthPolicy):
-    """The draft-length policy of follower ranks: the length that the decision log records."""
+    """The draft-length policy of follower ranks: the lengths that the decision log records."""
 
     needs_acceptance = reads_load = False
 
-    def __init__(self, lengths: tuple[int, ...], decision_log: RankedDecisionLog) -> None:
-        super().__init__(lengths)
+    def __init__(self, policy: DraftLengthPolicy, decision_log: RankedDecisionLog) -> None:
+        super().__init__(policy.lengths)
+        self.widths = policy.widths
         self._decision_log = decision_log
 
     def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the length that the current record has, or the longest one if it has none."""
         del requests, cached, repeats
-        drafted = self._decision_log.drafted
+        drafted, _ = self._decision_log.drafted
         return self.lengths[-1] if drafted is None else drafted
+
+    def choose_each(self, requests: Sequence[RequestAcceptance], cached: int) -> tuple[int, tuple[int, ...]]:
+        """Return the lengths that the current record has."""
+        return self.choose(len(requests), cached), self._decision_log.drafted[1]

@@ -108,6 +108,10 @@ class Batch:
     """Requests whose state comes from another engine. They decode from the next iteration on."""
     drafted: int | None = None
     """Draft tokens of each decoding request; None: as many as the proposer drafts."""
+    draft_lengths: tuple[int, ...] = ()
+    """Number of draft tokens that the target verifies for each decoding request, at most ``drafted``; empty: ``drafted`` of
+    each.
+    """
     repeats: tuple[int, ...] = ()
     """What the draft-length policy was told of each decoding request, see :attr:`DraftLengthPolicy.reads_repeats`."""
     global_batch: GlobalBatch | None = None
@@ -118,6 +122,11 @@ class Batch:
     """Copies of recurrent states before the prefill, as (checkpoint row, request row)."""
     saved_states: tuple[tuple[int, int], ...] = ()
     """Copies of recurrent states after the prefill and before the decode, as (request row, checkpoint row)."""
+
+    @property
+    def verified(self) -> int | None:
+        """The number of tokens that the target verifies for requests with ``draft_lengths``; None without these."""
+        return sum(self.draft_lengths) + len(self.decode) if self.draft_lengths else None
 
     @property
     def group_batches(self) -> tuple[Batch, ...]:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 _PRIOR_ACCEPTANCE = 0.7  # assumed probability that a draft token is accepted, before any observation
 _PRIOR_TRIALS = 8.0  # number of trials that the prior counts for
@@ -14,6 +15,8 @@ _MIN_SPEEDUP = 1.02  # another length must be faster by this factor: measured co
 _MIN_ITERATIONS_BETWEEN_CHANGES = 4
 _MAX_SHORT_LOOKUPS = 64  # consecutive iterations in which a class of repeats isn't drafted for in full
 _PRIOR_OF_REPEATS = (0.3, 0.3, 0.6, 0.8, 0.95)  # assumed acceptance by class of repeats
+_HOPED_ACCEPTANCE = 0.8  # assumed for a request without observations; high, so that it gets drafts to observe
+_HOPED_TRIALS = 4.0  # number of trials that this assumption counts for
 MAX_REPEATS = 8
 """Maximum number of repeated tokens that the host counts."""
 _MAX_SHORT_ITERATIONS = 256  # consecutive iterations with a shorter draft before one tries the next longer length
@@ -34,6 +37,12 @@ class DraftLengthPolicy(ABC):
     reads_load: bool = True
     """True if :meth:`choose` reads its arguments. Otherwise the scheduler does not count cached tokens."""
 
+    widths: tuple[int, ...] = ()
+    """Mean numbers of tokens of a request that the target can verify if requests have different draft lengths, in ascending
+    order; the engine captures graphs for each. Empty: all requests of a batch have one length. Otherwise the scheduler calls
+    :meth:`choose_each` in place of :meth:`choose`.
+    """
+
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(sorted(set(lengths)))
         """The lengths that the policy can choose, in ascending order; the engine captures graphs for each.
@@ -50,6 +59,15 @@ class DraftLengthPolicy(ABC):
     @abstractmethod
     def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the length for the next iteration of ``requests`` requests with ``cached`` KV tokens in total."""
+
+    def choose_each(self, requests: Sequence[RequestAcceptance], cached: int) -> tuple[int, tuple[int, ...]]:
+        """Return the length for the next iteration, and for each request how many of these draft tokens the target verifies;
+        no numbers if it verifies all. ``requests``: the acceptance of each request so far.
+
+        The numbers, plus 1 for each request, add up to at most the largest of :attr:`widths` times the number of requests.
+        The default chooses one length.
+        """
+        return self.choose(len(requests), cached), ()
 
     def observe(self, drafted: int, accepted: Sequence[int], repeats: Sequence[int] = ()) -> None:
         """Record, for each request of one iteration, how many of its ``drafted`` draft tokens the target accepted. Called
@@ -77,12 +95,23 @@ class FixedLength(DraftLengthPolicy):
 
 
 class LengthSchedule(DraftLengthPolicy):
-    """A policy for tests that cycles through a given sequence of lengths."""
+    """A policy for warm-ups and tests that cycles through a given sequence of lengths.
 
-    def __init__(self, schedule: Sequence[int]) -> None:
+    With ``widths``, each request gets the next length of the sequence.
+    """
+
+    def __init__(self, schedule: Sequence[int], widths: tuple[int, ...] = ()) -> None:
         super().__init__(schedule)
+        self.widths = widths
         self._schedule = tuple(schedule)
         self._num_chosen = 0
+
+    def choose_each(self, requests: Sequence[RequestAcceptance], cached: int) -> tuple[int, tuple[int, ...]]:
+        """Return the next lengths of the sequence: one length if they are equal and not the longest of all."""
+        verified = tuple(self.choose(1, cached) for _ in requests)
+        if len(set(verified)) == 1 and verified[0] < self.lengths[-1]:
+            return verified[0], ()
+        return self.lengths[-1], verified
 
     def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the next draft length of the sequence."""
@@ -115,6 +144,10 @@ class DraftCosts:
     def seconds(self, length: int, requests: int, cached: int) -> float:
         """Return the estimated duration of an iteration, by the measured batch size of :meth:`size`."""
         return self.base[length, self.size(length, requests)] + self.per_token.get(length, 0.0) * cached
+
+    def in_ms(self) -> tuple[tuple[int, int, float], ...]:
+        """Return the entries of ``base`` for a report, as (draft length, number of requests, milliseconds)."""
+        return tuple((length, size, 1e3 * seconds) for (length, size), seconds in sorted(self.base.items()))
 
 
 class AcceptanceEstimate:
@@ -152,6 +185,26 @@ class AcceptanceEstimate:
             all_accepted *= probability
             total += all_accepted
         return total
+
+
+class RequestAcceptance:
+    """The estimated acceptance of one request's draft tokens: a moving average that returns to an assumption.
+
+    The estimate of a request whose drafts are not verified rises again, so that they are verified at times.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = self._tried = 0.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Update the estimate with one iteration, in which the target verified ``drafted`` tokens and accepted some."""
+        self._accepted = _DECAY_PER_ITERATION * self._accepted + accepted
+        self._tried = _DECAY_PER_ITERATION * self._tried + min(accepted + 1, drafted)
+
+    @property
+    def share(self) -> float:
+        """The probability, above 0 and below 1, that a draft token is accepted if all tokens before it are."""
+        return (_HOPED_ACCEPTANCE * _HOPED_TRIALS + self._accepted) / (_HOPED_TRIALS + self._tried)
 
 
 class LoadDraftLength(DraftLengthPolicy):
@@ -198,6 +251,50 @@ class LoadDraftLength(DraftLengthPolicy):
     def preferred(self, requests: int, cached: int) -> int:
         """Return the fastest length by the current estimates, without changing the length in use."""
         return max(self.lengths, key=lambda length: self.rate(length, requests, cached))
+
+
+class RequestDraftLength(DraftLengthPolicy):
+    """A policy that maximizes the expected tokens per second with a draft length for each request, from its own acceptance.
+
+    It compares one length for all requests with the longest draft, of which the target verifies only the likeliest tokens of
+    all requests: as many as one of the widths allows.
+    """
+
+    def __init__(self, costs: DraftCosts, packed: DraftCosts) -> None:
+        """``costs``: iterations with one length. ``packed``: iterations of the longest draft, with widths as lengths."""
+        super().__init__([length for length, _ in costs.base])
+        self.widths = tuple(sorted({width for width, _ in packed.base}))
+        self.costs, self.packed = costs, packed
+
+    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
+        """Return the length for requests without observations."""
+        del repeats
+        return self.choose_each([RequestAcceptance()] * requests, cached)[0]
+
+    def choose_each(self, requests: Sequence[RequestAcceptance], cached: int) -> tuple[int, tuple[int, ...]]:
+        """Return the fastest of the lengths for all requests and of the widths. Drafts of a width are those that are
+        accepted with the highest probabilities.
+        """
+        count, longest = len(requests), self.lengths[-1]
+        shares = [request.share for request in requests]
+        chances = [share**number for number in range(1, longest + 1) for share in shares]  # first tokens first
+        likeliest = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)
+        in_order = [0.0, *accumulate(chances)]
+        by_chance = [0.0, *accumulate(chances[index] for index in likeliest)]
+
+        def rate(length: int) -> float:
+            return (count + in_order[count * length]) / self.costs.seconds(length, count, cached)
+
+        def packed_rate(width: int) -> float:
+            return (count + by_chance[count * (width - 1)]) / self.packed.seconds(width, count, cached)
+
+        length, width = max(self.lengths, key=rate), max(self.widths, key=packed_rate)
+        if packed_rate(width) <= _MIN_SPEEDUP * rate(length):
+            return length, ()
+        verified = [0] * count
+        for index in likeliest[: count * (width - 1)]:
+            verified[index % count] += 1
+        return longest, tuple(verified)
 
 
 class LookupDraftLength(DraftLengthPolicy):
@@ -271,6 +368,14 @@ class RepeatedSuffix:
         while count < MAX_REPEATS and count <= end and tokens[end - count] == tokens[-1 - count]:
             count += 1
         return count
+
+
+def default_widths(draft_tokens: int) -> tuple[int, ...]:
+    """Return the widths of :class:`RequestDraftLength`: a half and three quarters of the tokens that a whole draft of
+    ``draft_tokens`` verifies, without those that one draft length for all requests has anyway.
+    """
+    whole = draft_tokens + 1
+    return tuple(sorted({-(-whole // 2), -(-3 * whole // 4)} - {1, whole}))
 
 
 def default_draft_lengths(draft_tokens: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from outrider.engine.requests.batch import Batch, Features, GlobalBatch, Prefill
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.scheduler import Scheduler, choose_draft_length, report_accepted
+from outrider.engine.requests.scheduler import Scheduler, choose_draft_lengths, report_accepted
 
 PromptPasses = Callable[[int, int, int], tuple[int, ...]]
 """The function that returns the number of tokens of each prefill pass, from (tokens, sequences, tokens of the longest
@@ -131,7 +131,7 @@ class GroupScheduler:
         for index, scheduler in enumerate(self.groups):
             scheduler.undo_batches([batch.group_batches[index] for batch in batches], corrupted=corrupted)
 
-    def max_accepted(self, batch: Batch) -> int:
+    def max_accepted(self, batch: Batch) -> tuple[int, ...]:
         """Return :meth:`Scheduler.max_accepted`, which is equal in all groups."""
         return self.groups[0].max_accepted(batch)
 
@@ -149,7 +149,8 @@ class GroupScheduler:
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
         if not decoding or Features.from_requests(decoding) != Features():
             return self._draft_length.lengths[-1]
-        return choose_draft_length(self._draft_length, decoding)
+        length, _ = choose_draft_lengths(self._draft_length, decoding)
+        return length
 
     def _global_batch(self, batches: tuple[Batch, ...]) -> GlobalBatch:
         own = batches[self._own]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.device import OutriderError
 from outrider.engine.guides.grammars import Guidance
-from outrider.engine.requests.draft_length import RepeatedSuffix
+from outrider.engine.requests.draft_length import RepeatedSuffix, RequestAcceptance
 from outrider.engine.requests.hand_over import Arrival
 from outrider.engine.requests.pages import DecodedState, PageKey
 from outrider.engine.requests.sampling import SamplingParams, StopText, TokenLogprobs, Transcript
@@ -240,6 +240,8 @@ class Request:
     transcript: Transcript | None = None
     """The text of a request without stop strings; None without a tokenizer."""
     repeated_suffix: RepeatedSuffix = field(default_factory=RepeatedSuffix)
+    acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)
+    """The acceptance of the request's own draft tokens, which the scheduler observes if the draft-length policy reads it."""
     followers: list[Request] = field(default_factory=list)
     """Other samples of the same prompt. The engine queues them once this request's prompt pages are registered."""
 

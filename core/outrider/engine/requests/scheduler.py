@@ -126,13 +126,14 @@ class Scheduler:
         admitted = self._admit()
         decode = tuple(r for r in self._running if self._can_decode(r))
         drafted, features = None, Features.from_requests(decode)
+        draft_lengths: tuple[int, ...] = ()
         repeats: tuple[int, ...] = ()
         if decode and self._draft_length is not None:
             # A sampled token depends on the draft. Full drafts keep it independent of the other requests.
             drafted = self._draft_length.lengths[-1]
             repeats = count_repeats(self._draft_length, decode)
             if features == _GREEDY:
-                drafted = choose_draft_length(self._draft_length, decode, repeats)
+                drafted, draft_lengths = choose_draft_lengths(self._draft_length, decode, repeats)
         prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
@@ -152,6 +153,7 @@ class Scheduler:
             tuple(self._table_updates),
             arrivals,
             drafted,
+            draft_lengths=draft_lengths,
             repeats=repeats,
             decode_features=features,
             restored_states=tuple(self._restored_states),
@@ -224,10 +226,11 @@ class Scheduler:
         if self._draft_length is not None:
             report_accepted(self._draft_length, batch, accepted)
 
-    def max_accepted(self, batch: Batch) -> int:
-        """Return the maximum number of accepted draft tokens of one request of ``batch``."""
+    def max_accepted(self, batch: Batch) -> tuple[int, ...]:
+        """Return the maximum number of accepted draft tokens of each decoding request of ``batch``."""
         longest = self._limits.growth - 1
-        return longest if batch.drafted is None else min(batch.drafted, longest)
+        length = longest if batch.drafted is None else min(batch.drafted, longest)
+        return batch.draft_lengths or (length,) * len(batch.decode)
 
     def _count(self, batch: Batch, change: int) -> None:
         """Change the in-flight counts of all requests of ``batch`` by 1 or -1. No other code changes them."""
@@ -445,16 +448,28 @@ def count_repeats(policy: DraftLengthPolicy, decode: Sequence[Request]) -> tuple
     return tuple(request.repeated_suffix.update(request.prompt, request.output) for request in decode)
 
 
-def choose_draft_length(policy: DraftLengthPolicy, decode: Sequence[Request], repeats: Sequence[int] = ()) -> int:
-    """Return the draft length that ``policy`` chooses for a batch of greedy requests."""
+def choose_draft_lengths(
+    policy: DraftLengthPolicy, decode: Sequence[Request], repeats: Sequence[int] = ()
+) -> tuple[int, tuple[int, ...]]:
+    """Return the draft length that ``policy`` chooses for a batch of greedy requests, and how many of these tokens the target
+    verifies for each request (empty: all).
+    """
     if policy.context is not None and all(request.known_length >= policy.context for request in decode):
-        return policy.lengths[0]
+        return policy.lengths[0], ()
     cached = sum(request.known_length for request in decode) if policy.reads_load else 0
-    return policy.choose(len(decode), cached, repeats)
+    if policy.widths:
+        return policy.choose_each([request.acceptance for request in decode], cached)
+    return policy.choose(len(decode), cached, repeats), ()
 
 
 def report_accepted(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int]) -> None:
     """Pass the numbers of accepted draft tokens to ``policy``, if it needs them, see :meth:`Scheduler.handle_landed`."""
     if policy.needs_acceptance and batch.drafted is not None and accepted:
+        if policy.widths:
+            counts = iter(accepted)
+            lengths = batch.draft_lengths or (batch.drafted,) * len(batch.decode)
+            for request, length in zip(batch.decode, lengths, strict=True):
+                if not request.finished:
+                    request.acceptance.observe(length, next(counts))
         repeats = zip(batch.decode, batch.repeats, strict=policy.reads_repeats)
         policy.observe(batch.drafted, accepted, [count for request, count in repeats if not request.finished])

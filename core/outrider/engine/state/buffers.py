@@ -59,6 +59,8 @@ class DecodeInputs:
     """Tokens in the target's KV cache, int64 [B]."""
     last_tokens: Tensor
     """The last token of each request, int64 [B]."""
+    draft_lengths: Tensor
+    """Number of draft tokens that verify processes of each request, int64 [B]. Written if requests have different ones."""
     seeds: Tensor
     """Random seeds, int64 [B]."""
     temperature: Tensor
@@ -323,6 +325,7 @@ class StaticBuffers:
                 rows=get("inputs.rows"),
                 seq_lens=get("inputs.seq_lens"),
                 last_tokens=get("inputs.last_tokens"),
+                draft_lengths=get("inputs.draft_lengths"),
                 seeds=get("inputs.seeds"),
                 temperature=get("inputs.temperature"),
                 tables=get("inputs.tables"),
@@ -379,6 +382,7 @@ def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int, drafte
         BufferSpec("inputs.rows"),
         BufferSpec("inputs.seq_lens"),
         BufferSpec("inputs.last_tokens"),
+        BufferSpec("inputs.draft_lengths"),
         BufferSpec("inputs.seeds"),
         BufferSpec("inputs.temperature", dtype=float32),
         BufferSpec("inputs.tables", (pages,), int32),

@@ -34,16 +34,18 @@ class EngineParts:
         proposer: Proposer,
         config: DecidedConfig,
         lengths: tuple[int, ...],
+        widths: tuple[int, ...],
         vision: VisionTower | None,
         wrap_fence: Callable[[Fence], Fence] | None = None,
     ) -> None:
         """Allocate streams, fences, caches and buffers.
 
-        ``lengths`` are the numbers of tokens that an iteration may draft; for a tree, its nodes.
+        ``lengths`` are the numbers of tokens that an iteration may draft; for a tree, its nodes. ``widths`` are those of the
+        draft-length policy (:attr:`~outrider.engine.requests.draft_length.DraftLengthPolicy.widths`).
         """
         self.backend, self.model, self.proposer = backend, model, proposer
         self.config = config
-        self.lengths = lengths
+        self.lengths, self.widths = lengths, widths
         self.vision = vision
         page_size, entries, requests = config.page_size, ring_entries(config), config.max_requests
         vocabulary, kernels, device = model.config.vocab_size, model.kernels, backend.device

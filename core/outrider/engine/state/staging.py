@@ -165,6 +165,14 @@ class Staging:
         """
         return self._device[:count]
 
+    def draft_lengths(self, count: int) -> Tensor:
+        """Return the draft lengths of the first ``count`` decoding requests, int64 [count]; they follow the rows.
+
+        The address never changes.
+        """
+        start = self.max_requests + self.max_requests % 2  # each segment starts at an even index
+        return self._device[start : start + count]
+
     def view(self, segment: tuple[int, int]) -> Tensor:
         """Return the device view of one segment, int64."""
         start, end = segment
@@ -214,7 +222,7 @@ class Packer:
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     """Return the maximum number of int64 values that :func:`pack` produces for one batch, without sampling options."""
-    return 8 * prefill_chunk + 16 * requests + 1 + 2 * requests * pages + _MAX_SEGMENTS
+    return 8 * prefill_chunk + 17 * requests + 1 + 2 * requests * pages + _MAX_SEGMENTS
 
 
 def pack(
@@ -228,11 +236,12 @@ def pack(
 ) -> Packer:
     """Pack the inputs of a batch for the device.
 
-    The rows of decoding requests come first, padded with row 0 to ``max_requests``. Prefill chunks follow, padded to
-    ``bucket``. Segments that a graph reads so have constant addresses.
+    The rows of decoding requests come first, padded with row 0 to ``max_requests``, then their draft lengths. Prefill chunks
+    follow, padded to ``bucket``. Segments that a graph reads so have constant addresses.
     """
     packer = Packer()
     packer.add("decode_rows", [*(r.row for r in batch.decode), *[0] * (max_requests - len(batch.decode))])
+    packer.add("draft_lengths", [*batch.draft_lengths, *[0] * (max_requests - len(batch.draft_lengths))])
     _pack_prefill(packer, batch, page_size, rope, bucket)
     packer.add("admitted", [r.row for r in batch.admitted])
     packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
