@@ -13,7 +13,7 @@ from conformance.mutants.generated import kernels
 from conformance.small_problems import SMALL, small
 from outrider.device import KernelSet, ResidualStream
 from outrider.device.kernels import kernel_names
-from outrider.device.kernels.reference.philox import uniforms
+from outrider.device.kernels.reference.model import uniforms
 from outrider.device.kernels.weights import linear
 from outrider.registry import get_backend
 from outrider_conformance.kit import Kit

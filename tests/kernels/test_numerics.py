@@ -12,7 +12,7 @@ from conformance.small_problems import small
 from kernels.devices import SMALL
 from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, KernelSet
-from outrider.device.kernels.reference.philox import uniforms
+from outrider.device.kernels.reference.model import uniforms
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_conformance.random_kernels.kernels import check_kernels
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
