@@ -16,7 +16,7 @@ from outrider.device.kernels.reference.model import uniforms
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_conformance.random_kernels.kernels import check_kernels
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
-from outrider_triton.selection import jit as token_choice
+from outrider_triton.jit import selection as token_choice
 from outrider_triton.tiles.configs import MatmulConfig
 
 REFERENCE = UnfusedProducts()
