@@ -13,8 +13,8 @@ from outrider_proof.rank_exploration import SimulatedHosts
 from outrider_sanitizer import FindingKind, RaceError, watch_ranks
 from outrider_sanitizer.races import RANK_RACES, decision_named
 from outrider_sanitizer.report import STALENESS
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.exploration import run_once
+from outrider_sim.strategies import make_strategy
 
 REGISTRY = Registry()
 IDLE = RankSetup(tensor=1, data=2, proposer="mtp", mode="graphs", like="cuda")

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.device import Backend, ConfigError, ProcessView, Stream
-from outrider_sim.explore.strategies import (
+from outrider_sim.machine.queue import FREE, StreamQueue
+from outrider_sim.options import FAULTS
+from outrider_sim.ranks.divergent_operators import DIVERGENCES
+from outrider_sim.ranks.rank_processes import SimStore
+from outrider_sim.strategies import (
     Delay,
     Exhaustive,
     Pruned,
@@ -22,10 +26,6 @@ from outrider_sim.explore.strategies import (
     make_strategy,
     parse_strategy,
 )
-from outrider_sim.machine.queue import FREE, StreamQueue
-from outrider_sim.options import FAULTS
-from outrider_sim.ranks.divergent_operators import DIVERGENCES
-from outrider_sim.ranks.rank_processes import SimStore
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
