@@ -42,8 +42,8 @@ class _Control(SimControl):
 class Emulated:
     """Put before a plugin's backend: a schedule that tools decide, and accesses that they see."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.epoch = 0
         self.default_stream = TorchStream(self, "default", 0, Stream.of(self.sim.machine.default))
         self.default_stream.epoch = 0
