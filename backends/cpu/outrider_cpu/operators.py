@@ -20,6 +20,9 @@ from outrider.device.kernels.reference.bookkeeping import place_accepted
 from outrider.device.kernels.reference.model import as_cached, copy_rows, gather_rows
 from outrider_cpu.compiled_blocks import VECTOR_ELEMENTS, compiled_functions
 
+# -- attention over the KV pages of a batch ----------------------------------------------------------------------------
+
+
 _TOGETHER = 1 << 17
 """Numbers of a request's keys in a layer up to which it shares its attention call with others: a copy of all keys and values
 costs less than a call each. Of longer ones, each has its own, over its pages where they lie in a row."""
@@ -221,6 +224,9 @@ def _by_token(out: Tensor, count: int) -> Tensor:
     heads = out.unflatten(2, (-1, count))
     by_token: Tensor = heads.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
     return by_token
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
 
 
 # torch unregisters an operator when its Library is collected, so this module must own it.

@@ -178,6 +178,9 @@ def _multiply_onednn(packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     return made
 
 
+# -- weights of 4- or 8-bit integers, recovered from their float32 values ----------------------------------------------
+
+
 GROUP = 32
 """Columns of a weight that share a scale."""
 TILE = 32

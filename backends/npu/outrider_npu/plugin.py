@@ -28,6 +28,9 @@ _DEVICES = Path("/dev")
 _NUMBERED = re.compile(r"davinci\d+")
 
 
+# -- facts about the host ----------------------------------------------------------------------------------------------
+
+
 def find_obstacle(devices: Path = _DEVICES) -> tuple[str, str] | None:
     """Return reason and advice of the first obstacle to running the backend on this host, or None."""
     version = _version(PACKAGE)
@@ -123,6 +126,9 @@ def check_operators(torch_npu: Any) -> None:
             f"backend 'npu': torch_npu {version} has no operator {', '.join(missing)}; the plugin is written for torch_npu "
             "2.13: install that, or a CANN whose operators are complete"
         )
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
 
 
 @hookimpl

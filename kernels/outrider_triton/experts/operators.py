@@ -289,6 +289,9 @@ def _experts(
 define("experts.triton", _experts)
 
 
+# -- quantised weights -------------------------------------------------------------------------------------------------
+
+
 def _experts_quantized(
     x: Tensor,
     weights: Tensor,

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from outrider_bench.rates import DeviceRates
 
 
+# -- a batch that decodes ----------------------------------------------------------------------------------------------
+
+
 _PROFILED_ITERATIONS = 12
 _PROFILE_WARM_UP = 2
 _PROFILE_LEAD = 2
@@ -200,6 +203,9 @@ def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int
     tokens = engine.tokenizer.encode(text, special_tokens=False)
     tokens = tokens * (1 + (prompt_tokens + batch * 97) // len(tokens))
     return [tokens[97 * i : 97 * i + prompt_tokens] for i in range(batch)]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 _WARM_UP_TOKENS = 8

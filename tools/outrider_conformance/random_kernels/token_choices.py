@@ -364,6 +364,9 @@ CHOICES = (
 )
 
 
+# -- random numbers of the interface, in numpy: Philox4x32-10 (Salmon et al., SC 2011) and Gumbel noise ----------------
+
+
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

@@ -102,6 +102,9 @@ def install() -> Callable[[BaseException], OperatorFailure]:
     return failed
 
 
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+
 _LOWER = """
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm

@@ -214,6 +214,9 @@ def composed_kernels() -> Mapping[str, frozenset[str]]:
     return {name: parts for name in names if (parts := parts_of(getattr(KernelSet, name)))}
 
 
+# -- wrappers ----------------------------------------------------------------------------------------------------------
+
+
 _INHERITED_ATTRIBUTES = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats", "state_interval")
 
 

@@ -149,6 +149,9 @@ class RequestInputs(NamedTuple):
     tables: Tensor
 
 
+# -- arguments and results of tuning: see ``KernelSet.tune`` -----------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
     """Sizes of a decoder on one device that determine the speed of kernels. With several ranks: of one rank's shard."""

@@ -22,6 +22,9 @@ from outrider.device import ConfigError
 from outrider.errors import shown
 from outrider.model.config.rope import RopeConfig, inverse_frequencies
 
+# -- hybrid recurrent models -------------------------------------------------------------------------------------------
+
+
 Convert = Callable[[Tensor], Tensor]
 
 _NORMS = MappingProxyType(
@@ -130,6 +133,9 @@ def without_one(values: Tensor) -> Tensor:
 
 def _unchanged(values: Tensor) -> Tensor:
     return values
+
+
+# -- metadata and config.json ------------------------------------------------------------------------------------------
 
 
 HYBRID_FAMILIES = MappingProxyType({"qwen3next": "qwen3_next", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"})

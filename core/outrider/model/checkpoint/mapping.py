@@ -205,6 +205,9 @@ def is_unused_tensor(key: str) -> bool:
     return key.endswith("rotary_emb.inv_freq")
 
 
+# -- hybrid models -----------------------------------------------------------------------------------------------------
+
+
 _FUSED_PARTS = ("in_proj_qkvz", "in_proj_ba")
 _STORED_WEIGHTS = ("weight", "weight_packed", "qweight")
 _RECURRENT = "recurrent."

@@ -302,6 +302,9 @@ def config_fields(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     return check_fields(raw, FAMILY_FIELDS.get(family, TEXT_MODEL))
 
 
+# -- the parser of complete configs ------------------------------------------------------------------------------------
+
+
 _REQUIRED_KEYS = (
     "vocab_size",
     "hidden_size",

@@ -37,6 +37,9 @@ from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint, loads
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import Shards
 
+# -- options in the config of an EAGLE-3 head --------------------------------------------------------------------------
+
+
 _FOUND_KIND = {
     False: "has the tensor 'mask_hidden': it drafts in parallel (P-EAGLE)",
     True: "has no tensor 'mask_hidden': it drafts one token after the other",
@@ -172,6 +175,9 @@ def _nested_offset(named: list[int]) -> int:
     the published default of 2, or more: sgl-project/sglang#25454.
     """
     return 1 if named[:1] in ([1], [-1]) else 0
+
+
+# -- weights and heads -------------------------------------------------------------------------------------------------
 
 
 def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:

@@ -23,6 +23,8 @@ from outrider.model.checkpoint.reading import wrap_read_errors
 from outrider.model.quantization.cache import read_scale_strategy
 from outrider.model.quantization.storages import FLOATS, ActOrderError, Scheme, repeat_rows
 
+# -- exact changes of the layout: values are repacked and scales are repeated ------------------------------------------
+
 
 def map_scales(weight: QuantizedWeight, change: Callable[[Tensor], Tensor], **fields: Any) -> QuantizedWeight:
     """Return a copy of ``weight`` with ``change`` applied to its scales and its zero points, and with other ``fields``
@@ -141,6 +143,9 @@ def to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
         zero_points=None if weight.zero_points is None else copied(weight.zero_points),
         input_scale=None if weight.input_scale is None else copied(weight.input_scale),
     )
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 _WEIGHT = ".weight"

@@ -254,6 +254,9 @@ def find_outside(x: Tensor, low: int, high: int) -> Tensor:
     return torch.stack((torch.where(found, first, -1), torch.where(found, value, -1)), dim=1)
 
 
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
 _MASK = 0xFFFFFFFF
 _ROUND_0, _ROUND_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -267,7 +270,11 @@ def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return four 32-bit words per counter. All arguments are int64 tensors below 2**32 that broadcast together."""
+    """Return four 32-bit words of Philox4x32-10 per counter, which depend only on the key and the counter.
+
+    All arguments are int64 tensors below 2**32 that broadcast together. Salmon et al., "Parallel Random Numbers: As Easy as
+    1, 2, 3", SC 2011; constants and known-answer vectors as in Random123.
+    """
     c0, c1, c2, c3 = counter
     rounds = torch.arange(_ROUNDS, dtype=torch.int64, device=c0.device).view(-1, *[1] * key[0].dim())
     for k0, k1 in zip((key[0] + rounds * _WEYL_0) & _MASK, (key[1] + rounds * _WEYL_1) & _MASK, strict=True):
