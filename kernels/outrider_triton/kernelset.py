@@ -44,20 +44,20 @@ from outrider.device.kernels.blocks import (
 )
 from outrider.device.kernels.residual import Computed
 from outrider.device.kernels.weights import linear
+from outrider_triton import bookkeeping as _bookkeeping_ops  # noqa: F401  (these register the operators)
+from outrider_triton import recurrent as _recurrent_ops  # noqa: F401
+from outrider_triton import selection as _selection_ops  # noqa: F401
 from outrider_triton.attention.cached import CacheAttention, attends
 from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
 from outrider_triton.blocks import DeferredAttention, DeferredProduct, DeferredQuantized, FusedBlocks
-from outrider_triton.bookkeeping import operators as _bookkeeping_ops  # noqa: F401  (these register the operators)
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.launch import compile_only, has_kernel, without_running
-from outrider_triton.peers.exchange import PeerExchange
+from outrider_triton.peers import PeerExchange
 from outrider_triton.products.dense import DenseProducts, first_rows
 from outrider_triton.products.operands import HeadGate
 from outrider_triton.quantized.operators import plan
 from outrider_triton.quantized.products import QuantizedProducts
-from outrider_triton.recurrent import operators as _recurrent_ops  # noqa: F401
-from outrider_triton.rows.operators import rotates
-from outrider_triton.selection import operators as _selection_ops  # noqa: F401
+from outrider_triton.rows import rotates
 from outrider_triton.tiles import variants
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.selection import TileSelection

@@ -10,7 +10,7 @@ from outrider import Engine
 from outrider.cli.options.models import Speculation, load
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.registry import get_backend
-from outrider_bench.decoding import DecodeIterations, run_batch
+from outrider_bench.commands.decode import DecodeIterations, run_batch
 from outrider_bench.device_profile import profile_device
 from outrider_bench.limits import iteration_bytes, iteration_cost, prefill_cost
 from outrider_bench.random_weights import random_decoder

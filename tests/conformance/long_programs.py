@@ -67,7 +67,7 @@ def carry_out(spec: str, programs: int, seed: int, families: list[str]) -> int:
     if name in EMULATIONS:
         importlib.import_module(EMULATIONS[name])
     if name == "npu":  # its package is of one version of torch; the emulation goes with any
-        importlib.import_module("outrider_npu.runtime").version_mismatch = lambda *_: None
+        importlib.import_module("outrider_npu.plugin").version_mismatch = lambda *_: None
     from outrider.device import ENTRY_POINT_GROUP
     from outrider.registry import Registry
     from outrider_conformance.programs.trial import program_count, try_programs

@@ -13,13 +13,13 @@ from conformance.mutants.generated import kernels
 from conformance.small_problems import SMALL, small
 from outrider.device import KernelSet, ResidualStream
 from outrider.device.kernels import kernel_names
-from outrider.device.kernels.reference.philox import uniforms
+from outrider.device.kernels.reference.model import uniforms
 from outrider.device.kernels.weights import linear
 from outrider.registry import get_backend
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.observed_kernels import observe
-from outrider_conformance.random_kernels import bounds, noise
+from outrider_conformance.random_kernels import bounds, token_choices
 from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, problem
 from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, smallest_failing
 from outrider_conformance.run import conform
@@ -81,7 +81,7 @@ def test_a_problem_is_the_same_each_time():
 def test_the_noise_is_the_noise_of_the_interface():
     seeds, positions = torch.tensor([0, 5, -1, 2**40 + 3, -(2**62)]), torch.tensor([0, 7, 2**33, 1, 99])
     for lane in range(4):
-        assert torch.equal(noise.uniforms(seeds, positions, lane, 11).float(), uniforms(seeds, positions, lane, 11))
+        assert torch.equal(token_choices.uniforms(seeds, positions, lane, 11).float(), uniforms(seeds, positions, lane, 11))
 
 
 @pytest.mark.parametrize("kernel", ["linear", "paged_attention", "verify_chain", "truncate_logits", "place_tokens"])

@@ -27,8 +27,8 @@ from outrider.device import (
 )
 from outrider.device.kernels.weights import prepare
 from outrider_cpu import code_writer, compiled_blocks
-from outrider_cpu.block_weights import pack_blocks
 from outrider_cpu.kernels import CpuKernels
+from outrider_cpu.packed_weights import pack_blocks
 
 pytestmark = pytest.mark.skipif(find_spec("llvmlite") is None, reason="not run: llvmlite isn't installed")
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE, PAGE = 192, 320, 6, 2, 32, 4

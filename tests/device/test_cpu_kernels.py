@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.device import AttentionMetadata, CapabilityError, KernelSet, QuantizedWeight, RotaryArgs
 from outrider.registry import get_backend
-from outrider_cpu import attention, backend
+from outrider_cpu import backend, operators
 from outrider_cpu import kernels as cpu_kernels
 from outrider_cpu.kernels import CpuKernels
 
@@ -166,7 +166,7 @@ LENS = (5, 19, 8, 33, 12)
 def test_requests_attend_together_where_their_keys_are_few(
     draw, monkeypatch, counts, lens, tree, beyond, few, calls, window, nobodys
 ):
-    monkeypatch.setattr(attention, "_TOGETHER", (max(lens) if few else min(lens) - 1) * KV_HEADS * SIZE)
+    monkeypatch.setattr(operators, "_TOGETHER", (max(lens) if few else min(lens) - 1) * KV_HEADS * SIZE)
     operands = mixed(draw, counts, lens, tree=tree, beyond=beyond, nobodys=nobodys)
     expected = REFERENCE.paged_attention(*operands, scale=0.3, window=window)
     called = []
@@ -186,25 +186,25 @@ def test_requests_attend_together_where_their_keys_are_few(
 @pytest.mark.parametrize(("count", "tree", "beyond"), [(1, False, 0), (1, False, 3), (4, False, 2), (4, True, 0)])
 def test_requests_share_a_call_with_those_of_similar_lengths(draw, monkeypatch, count, tree, beyond, window, nobodys):
     lens = (33, 8, 31, 5, 12, 9, 32, 7)
-    monkeypatch.setattr(attention, "_PADDING", 10 * KV_HEADS * SIZE)
-    groups = attention._groups(lens, KV_HEADS * SIZE)
+    monkeypatch.setattr(operators, "_PADDING", 10 * KV_HEADS * SIZE)
+    groups = operators._groups(lens, KV_HEADS * SIZE)
     assert groups == [[0, 6, 2], [4, 5, 1], [7, 3]]
     operands = mixed(draw, (count,) * len(lens), lens, tree=tree, beyond=beyond, nobodys=nobodys)
     expected = REFERENCE.paged_attention(*operands, scale=0.3, window=window)
-    called, original = [], attention._attend_together
-    monkeypatch.setattr(attention, "_attend_together", lambda *given: called.append(1) or original(*given))
+    called, original = [], operators._attend_together
+    monkeypatch.setattr(operators, "_attend_together", lambda *given: called.append(1) or original(*given))
     torch.testing.assert_close(OURS.paged_attention(*operands, scale=0.3, window=window), expected)
     assert len(called) == len(groups)
 
 
 @given(st.lists(st.integers(1, 3000), max_size=40), st.sampled_from([16, 128, 1024]))
 def test_who_shares_a_call_copies_little_for_nothing(lens, numbers):
-    groups = attention._groups(lens, numbers)
+    groups = operators._groups(lens, numbers)
     assert sorted(index for group in groups for index in group) == list(range(len(lens)))
     for group in groups:
         most = max(lens[index] for index in group)
-        assert len(group) == 1 or most * numbers <= attention._TOGETHER
-        assert sum(most - lens[index] for index in group) * numbers <= attention._PADDING
+        assert len(group) == 1 or most * numbers <= operators._TOGETHER
+        assert sum(most - lens[index] for index in group) * numbers <= operators._PADDING
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.device import AttentionMetadata, KernelSet
-from outrider.device.kernels.reference.philox import philox, uniforms
+from outrider.device.kernels.reference.model import philox, uniforms
 from outrider_cpu.kernels import CpuKernels
 
 KERNELS = KernelSet()
@@ -284,7 +284,7 @@ def test_schemas_hold():
 def test_the_largest_word_is_still_below_one(monkeypatch):
     """All bits set: a uniform of 1 would be infinite Gumbel noise, and its token would win whatever the logits say."""
     ones = torch.full((1, 1), 0xFFFFFFFF)
-    monkeypatch.setattr("outrider.device.kernels.reference.philox.philox", lambda counter, key: (ones,) * 4)
+    monkeypatch.setattr("outrider.device.kernels.reference.model.philox", lambda counter, key: (ones,) * 4)
     made = uniforms(torch.tensor([0]), torch.tensor([0]), 0, 4)
     assert (made < 1).all()
     assert (-torch.log(-torch.log(made))).isfinite().all()

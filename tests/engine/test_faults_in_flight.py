@@ -68,7 +68,7 @@ def guided_tokens(tiny64):
 
 
 def start(device, strategy):
-    from outrider_sim.explore.strategies import make_strategy
+    from outrider_sim.strategies import make_strategy
 
     backend = device[0]
     backend.control.reset(make_strategy(strategy, 0, {}))

@@ -17,9 +17,9 @@ from outrider_proof.decode_explorer import DecodeExplorer
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, decoder, program
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import Strategy, make_strategy
+from outrider_sim.exploration import run_once
 from outrider_sim.kernels import HostPlan
+from outrider_sim.strategies import Strategy, make_strategy
 
 PROPOSERS = ["eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram-tree", "none"]
 

@@ -6,9 +6,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from outrider_triton.bookkeeping import operators as _bookkeeping  # noqa: F401  (registers the operators)
+from outrider_triton import bookkeeping as _bookkeeping  # noqa: F401  (registers the operators)
+from outrider_triton import selection as _selection  # noqa: F401
 from outrider_triton.launch import compile_only
-from outrider_triton.selection import operators as _selection  # noqa: F401
 from outrider_triton.tiles.variants import compiled
 
 DRAFTED, VOCABULARY = 2, 64

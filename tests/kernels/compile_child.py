@@ -25,18 +25,15 @@ from outrider_triton.attention.jit import exact as exact_attention
 from outrider_triton.attention.jit import paged as attention
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
 from outrider_triton.attention.jit import prefill as prefill_attention
-from outrider_triton.bookkeeping import jit as bookkeeping
 from outrider_triton.experts.jit import large_m as expert_tiles
 from outrider_triton.experts.jit import quantized as expert_quantized
 from outrider_triton.experts.jit import unquantized as experts
-from outrider_triton.peers import jit as peers
+from outrider_triton.jit import bookkeeping, peers, recurrent_chunks, rows
+from outrider_triton.jit import recurrent_steps as recurrent
+from outrider_triton.jit import selection as token_choice
 from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
 from outrider_triton.quantized.jit import activations, nibble_planes, nibble_planes_streamed
 from outrider_triton.quantized.jit import products as quantized
-from outrider_triton.recurrent.jit import chunks as recurrent_chunks
-from outrider_triton.recurrent.jit import steps as recurrent
-from outrider_triton.rows import jit as rows
-from outrider_triton.selection import jit as token_choice
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (

@@ -145,7 +145,7 @@ def shots(place, *, folder, dtypes, shapes):
     import time
     from contextlib import ExitStack
 
-    from outrider_triton.peers import exchange
+    from outrider_triton import peers as exchange
 
     backend, *patches = stood_in(place, folder)
     taken, found = [], []

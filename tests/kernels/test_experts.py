@@ -13,7 +13,7 @@ from outrider.device import KernelSet
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.model.config.shapes import SHAPES
-from outrider.model.quantization.layouts import to_device
+from outrider.model.quantization.loading import to_device
 from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, placed_pairs, sorted_pairs, sum_expert_rows
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M, MatmulConfig

@@ -12,11 +12,11 @@ from conformance.small_problems import small
 from kernels.devices import SMALL
 from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, KernelSet
-from outrider.device.kernels.reference.philox import uniforms
+from outrider.device.kernels.reference.model import uniforms
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_conformance.random_kernels.kernels import check_kernels
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
-from outrider_triton.selection import jit as token_choice
+from outrider_triton.jit import selection as token_choice
 from outrider_triton.tiles.configs import MatmulConfig
 
 REFERENCE = UnfusedProducts()

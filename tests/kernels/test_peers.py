@@ -15,11 +15,11 @@ from outrider.device import ConfigError
 from outrider_conformance.ranks.runner import TaskProcesses
 from outrider_cpu.backend import CpuBackend
 from outrider_cuda import plugin
-from outrider_triton.peers.exchange import fastest
+from outrider_triton.peers import fastest
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
-from outrider_triton.peers.exchange import PeerExchange
+from outrider_triton.peers import PeerExchange
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.layer import DecoderLayer
 from outrider.model.layers.layer_weights import LayerWeights
+from outrider_triton import rows as ops
 from outrider_triton.attention import operators as attention_ops
 from outrider_triton.blocks import DeferredQuantized
 from outrider_triton.kernelset import TritonKernels
@@ -29,7 +30,6 @@ from outrider_triton.quantized import operators as quantized_ops
 from outrider_triton.quantized import products as quantized_product_launches
 from outrider_triton.quantized.operators import plan
 from outrider_triton.quantized.products import QuantizedProducts
-from outrider_triton.rows import operators as ops
 from outrider_triton.tiles.configs import MatmulConfig
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER = 4, 2, 128, 256, 384

@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from outrider_triton import workers
+from outrider_triton.jit import rows
 from outrider_triton.launch import compile_only, launch
-from outrider_triton.rows import jit as rows
 
 
 class Driver:

@@ -11,8 +11,7 @@ from outrider.bundled import bundled
 from outrider.device.errors import OutriderError
 from outrider.model.config import checkpoint_config
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider.model.config.config_fields import config_fields
-from outrider.model.config.parsed_config import parse_config
+from outrider.model.config.config_fields import config_fields, parse_config
 from outrider.model.config.shapes import SHAPES, shape_config
 from outrider_bench.random_checkpoint import checkpoint_config as written
 

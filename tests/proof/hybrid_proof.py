@@ -76,8 +76,8 @@ def run_on_ranks(number: int) -> dict[str, Any]:
     from outrider_proof.engine_setups import random_host_program
     from outrider_proof.rank_engine import random_rank_setup
     from outrider_proof.rank_exploration import RanksWanted
-    from outrider_sim.explore.exploration import run_once
-    from outrider_sim.explore.strategies import make_strategy
+    from outrider_sim.exploration import run_once
+    from outrider_sim.strategies import make_strategy
 
     devices = explorer()
     proposer = HYBRID_PROPOSERS[number % len(HYBRID_PROPOSERS)] + WIDE_HYBRID

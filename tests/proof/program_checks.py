@@ -16,8 +16,8 @@ from outrider_proof.fence_log import FenceLog
 from outrider_proof.monitors import OverlapMonitor
 from outrider_sanitizer import RaceError, watch
 from outrider_sanitizer import Report as Findings
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.exploration import run_once
+from outrider_sim.strategies import make_strategy
 from proof.setups import EngineSetup, RecordedServing, engines_for, simulated_device, synchronous_acceptance
 
 

@@ -216,8 +216,8 @@ def main() -> int:
     options = parser.parse_args()
     if not 1 < options.tensor * options.data <= _DEVICES:
         parser.error(f"--tensor times --data is {options.tensor * options.data}; expected 2 to {_DEVICES} ranks")
-    from outrider_sim.explore.exploration import run_once
-    from outrider_sim.explore.strategies import make_strategy
+    from outrider_sim.exploration import run_once
+    from outrider_sim.strategies import make_strategy
 
     devices, began = SimulatedDevices(), time.monotonic()
     total: dict[str, int] = {"programs": 0}

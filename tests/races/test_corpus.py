@@ -8,9 +8,9 @@ from outrider_sanitizer import watch
 from outrider_sanitizer.races import RACES, Race, WrongValue
 from outrider_sanitizer.report import STALENESS
 from outrider_sim.backend import SimBackend
-from outrider_sim.explore.exploration import explore, run_once
-from outrider_sim.explore.strategies import Strategy, make_strategy
+from outrider_sim.exploration import explore, run_once
 from outrider_sim.options import parse_options
+from outrider_sim.strategies import Strategy, make_strategy
 
 ALL = [pytest.param(race, id=name) for name, race in RACES.items()]
 FLAGGED = [pytest.param(race, id=name) for name, race in RACES.items() if race.kind]

@@ -8,18 +8,18 @@ import pytest
 
 from outrider.device import CollectiveError
 from outrider.registry import Registry
-from outrider_proof.rank_exploration import SimulatedHosts
+from outrider_proof.rank_exploration import simulated_hosts
 from outrider_sanitizer import FindingKind, watch_ranks
 from outrider_sanitizer.races import RANK_RACES, RankRace, decision_named
 
 BETWEEN_RANKS = {FindingKind.SENDS}
-HOSTS = SimulatedHosts(Registry())
+HOSTS = simulated_hosts(Registry())
 ALL = [pytest.param(race, id=name) for name, race in RANK_RACES.items()]
 
 
 @pytest.mark.parametrize("race", ALL)
 def test_one_run_names_the_first_decision_with_both_call_sites(race: RankRace) -> None:
-    devices = HOSTS.for_race(race, 2)
+    devices = HOSTS(race, 2)
     devices[0].control.reset()
     with watch_ranks(devices) as report, suppress(CollectiveError):
         race.run_race(devices, fixed=False)
@@ -39,7 +39,7 @@ def test_one_run_names_the_first_decision_with_both_call_sites(race: RankRace) -
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("race", ALL)
 def test_the_corrected_program_is_silent_in_every_schedule(race: RankRace, ranks: int) -> None:
-    devices = HOSTS.for_race(race, ranks)
+    devices = HOSTS(race, ranks)
     control = devices[0].control
     assert control is not None
 

@@ -16,8 +16,8 @@ from outrider_proof.proposers import CHAINED, MAKERS, decoder
 from outrider_proof.rank_engine import RankExplorer, RankSetup
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.exploration import run_once
+from outrider_sim.strategies import make_strategy
 
 PROMPTS = [(3, 1, 4, 1, 5, 9), (7, 7, 2), (1,), (3, 1, 4, 1, 5, 8)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -17,8 +17,8 @@ from outrider_sanitizer import FindingKind, watch
 from outrider_sanitizer.races import RACES
 from outrider_sanitizer.races.race import filled, order
 from outrider_sim.backend import SimBackend
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import Strategy
+from outrider_sim.exploration import run_once
+from outrider_sim.strategies import Strategy
 
 
 class Torch(Observer):

@@ -16,9 +16,9 @@ import torch
 
 from outrider_sanitizer import FindingKind, Report, watch
 from outrider_sim.backend import SimBackend
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import Strategy, make_strategy
+from outrider_sim.exploration import run_once
 from outrider_sim.options import parse_options
+from outrider_sim.strategies import Strategy, make_strategy
 from sanitizer.handover_programs import PROGRAMS
 
 Fill = Callable[[], None]

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from outrider.registry import Registry
-from outrider_proof.rank_exploration import SimulatedHosts
+from outrider_proof.rank_exploration import simulated_hosts
 from outrider_sanitizer import FindingKind, watch_ranks
 from outrider_sanitizer.races.race import ProgramRank, RankRace
 from outrider_sim.torch_device.launches import peer_view, remap
 
-HOSTS = SimulatedHosts(Registry())
+HOSTS = simulated_hosts(Registry())
 
 
 def kinds_of(body: Any, fixed: bool) -> tuple[set[FindingKind], Any]:
     race = RankRace(name="program", category="C", about="", body=body, kinds=frozenset())
-    devices = HOSTS.for_race(race, 2)
+    devices = HOSTS(race, 2)
     devices[0].control.reset()
     with watch_ranks(devices) as report:
         race.run_race(devices, fixed=fixed)

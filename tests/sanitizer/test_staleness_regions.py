@@ -5,9 +5,9 @@ import torch
 
 from outrider_sanitizer import watch
 from outrider_sanitizer.report import FindingKind
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.exploration import run_once
 from outrider_sim.plugin import create_backend
+from outrider_sim.strategies import make_strategy
 
 
 def kinds(program, strategy="program"):

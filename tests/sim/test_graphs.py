@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.device import CaptureError, InterfaceError
-from outrider_sim.explore.exploration import explore
+from outrider_sim.exploration import explore
 
 
 @pytest.fixture(params=["program", "lazy", "random"])

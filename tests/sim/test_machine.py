@@ -17,9 +17,9 @@ from outrider.device import (
     StreamOrderError,
 )
 from outrider_sim.backend import register_device
-from outrider_sim.explore.exploration import explore, run_once
-from outrider_sim.explore.strategies import Random
+from outrider_sim.exploration import explore, run_once
 from outrider_sim.plugin import backend_info, create_backend
+from outrider_sim.strategies import Random
 
 
 def test_generations_are_taken_when_the_wait_is_enqueued(sim):

@@ -7,7 +7,7 @@ import torch
 
 from outrider.device import Observer, OutOfDeviceMemory, SynchronousCopyError
 from outrider_sanitizer import watch as watch_backend
-from outrider_sim.explore.exploration import explore
+from outrider_sim.exploration import explore
 
 
 class Watch(Observer):

@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from outrider.model import load_through_transformers
 from outrider_proof.checkpoints import SHAPE
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.strategies import make_strategy
 
 
 @pytest.fixture(scope="module")

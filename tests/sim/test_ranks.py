@@ -7,7 +7,7 @@ from outrider.device import BackendLoadError, CollectiveError, ConfigError, Dead
 from outrider.registry import Registry
 from outrider_sanitizer import FindingKind, watch, watch_ranks
 from outrider_sanitizer.races.race import order
-from outrider_sim.explore.exploration import explore
+from outrider_sim.exploration import explore
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from outrider.device import ConfigError, ControllableDevice
-from outrider_sim.explore.exploration import explore, run_once
-from outrider_sim.explore.strategies import ReplaySchedule, Schedule, make_strategy, parse_strategy
+from outrider_sim.exploration import explore, run_once
+from outrider_sim.strategies import ReplaySchedule, Schedule, make_strategy, parse_strategy
 
 
 def relay(backend, *, waits=True, rounds=3):

@@ -12,9 +12,9 @@ from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, NEW_TOKENS, PROMPTS, program
 from outrider_sanitizer import watch
 from outrider_sim.backend import SimBackend
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import Strategy, make_strategy
+from outrider_sim.exploration import run_once
 from outrider_sim.options import parse_options
+from outrider_sim.strategies import Strategy, make_strategy
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,8 +20,8 @@ from outrider_proof import tiny
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import Strategy, make_strategy
+from outrider_sim.exploration import run_once
+from outrider_sim.strategies import Strategy, make_strategy
 from vendors.flashinfer_numerics import CASES, check, check_tokens, generate, random_model
 
 EMULATED = Path(__file__).parent / "emulated_flashinfer"

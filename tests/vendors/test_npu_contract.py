@@ -82,7 +82,7 @@ def test_no_use_hides_from_the_collector():
     for file in sorted(PLUGIN.glob("*.py")):
         tree = ast.parse(file.read_text())
         mentions = sum(isinstance(node, ast.Name) and node.id == "torch_npu" for node in ast.walk(tree))
-        if file.name == "runtime.py":
+        if file.name == "plugin.py":
             continue  # holds the module as a value; what it asks of it is checked below
         roots = [
             use for use in collect(file, WORDS, ROOT) if not use.path.startswith("torch_npu.npu.") or "utils" in use.path
@@ -188,7 +188,7 @@ def test_names_of_another_version_are_caught(torch_npu_surface, old, new):
 
 
 def test_operators_that_the_plugin_asks_for_are_those_that_it_uses():
-    from outrider_npu.runtime import OPERATORS
+    from outrider_npu.plugin import OPERATORS
 
     used = {use.path.split(".")[1] for use in USES if use.path.count(".") <= 2 and not use.path.startswith("torch_npu.npu.")}
     assert set(OPERATORS) == used - {"__version__"}
@@ -320,7 +320,7 @@ def test_its_streams_are_torchs_streams(wheel):
 
 
 def test_the_wheel_is_for_the_torch_that_the_plugin_says(wheel):
-    from outrider_npu.runtime import version_mismatch
+    from outrider_npu.plugin import version_mismatch
 
     metadata = wheel.text("torch_npu-2.13.0.dist-info/METADATA")
     assert "Requires-Dist: torch==2.13.0.*" in metadata

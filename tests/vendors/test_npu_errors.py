@@ -10,7 +10,7 @@ import pytest
 
 from outrider.cli.terminal.torch_probe import explain as explain_torch
 from outrider.device import BackendLoadError, ConfigError
-from outrider_npu import plugin, runtime
+from outrider_npu import plugin
 from vendors.child import child
 from vendors.wheel import NotRun, fetch
 
@@ -32,34 +32,34 @@ def installed(monkeypatch, tmp_path):
             (tmp_path / f"davinci{number}").touch()
         (tmp_path / "davinci_manager").touch()
         found = {"torch": torch, "torch_npu": torch_npu}
-        monkeypatch.setattr(runtime, "_version", found.get)
-        return runtime.find_obstacle(tmp_path)
+        monkeypatch.setattr(plugin, "_version", found.get)
+        return plugin.find_obstacle(tmp_path)
 
     return make
 
 
 def test_nothing_is_in_the_way(installed, tmp_path):
     assert installed() is None
-    assert runtime.device_count(tmp_path) == 2
+    assert plugin.device_count(tmp_path) == 2
     assert installed(torch_npu="2.13.0.post1") is None
 
 
 def test_torch_npu_is_missing(installed):
-    obstacle = installed(torch_npu=None)
-    assert obstacle.reason == "torch_npu isn't installed"
-    assert "outrider[npu]" in obstacle.advice
+    reason, advice = installed(torch_npu=None)
+    assert reason == "torch_npu isn't installed"
+    assert "outrider[npu]" in advice
 
 
 def test_versions_that_do_not_belong_together(installed):
-    obstacle = installed(torch="2.12.1+cpu")
-    assert obstacle.reason == "torch_npu 2.13.0 was built for torch 2.13, and this is torch 2.12.1+cpu"
-    assert "pip install torch==2.13.*" in obstacle.advice
+    reason, advice = installed(torch="2.12.1+cpu")
+    assert reason == "torch_npu 2.13.0 was built for torch 2.13, and this is torch 2.12.1+cpu"
+    assert "pip install torch==2.13.*" in advice
 
 
 def test_no_device(installed):
-    obstacle = installed(devices=0)
-    assert "the driver shows no NPU" in obstacle.reason
-    assert "npu-smi info" in obstacle.advice
+    reason, advice = installed(devices=0)
+    assert "the driver shows no NPU" in reason
+    assert "npu-smi info" in advice
 
 
 def test_the_plugin_says_so_and_never_imports_torch_npu(monkeypatch):
@@ -87,23 +87,23 @@ def test_a_failed_import_is_explained(monkeypatch, error, says, advice):
     def fail(name):
         raise error
 
-    monkeypatch.setattr(runtime.importlib, "import_module", fail)
+    monkeypatch.setattr(plugin.importlib, "import_module", fail)
     with pytest.raises(BackendLoadError, match=says) as caught:
-        runtime.load()
+        plugin.load_torch_npu()
     assert advice in str(caught.value)
     assert str(error) in str(caught.value)
 
 
 def test_a_missing_operator_is_named(monkeypatch):
-    names = dict.fromkeys(runtime.OPERATORS)
+    names = dict.fromkeys(plugin.OPERATORS)
     whole = SimpleNamespace(__version__="2.13.0", **names)
-    monkeypatch.setattr(runtime.importlib, "import_module", lambda name: whole)
-    assert runtime.load() is whole
-    for lacking in runtime.OPERATORS:
+    monkeypatch.setattr(plugin.importlib, "import_module", lambda name: whole)
+    assert plugin.load_torch_npu() is whole
+    for lacking in plugin.OPERATORS:
         partial = SimpleNamespace(__version__="2.9.0", **{name: None for name in names if name != lacking})
-        monkeypatch.setattr(runtime.importlib, "import_module", lambda name, found=partial: found)
+        monkeypatch.setattr(plugin.importlib, "import_module", lambda name, found=partial: found)
         with pytest.raises(BackendLoadError, match=rf"torch_npu 2\.9\.0 has no operator {lacking}; .*install that"):
-            runtime.load()
+            plugin.load_torch_npu()
 
 
 @pytest.mark.parametrize(

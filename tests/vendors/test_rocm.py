@@ -8,7 +8,6 @@ import torch
 from outrider.device import BackendLoadError, ConfigError, Waiter
 from outrider_rocm import backend, plugin
 from outrider_rocm.backend import parse_architecture
-from outrider_rocm.options import OPTIONS, RocmOptions, parse_options
 from vendors.child import child, conform
 
 
@@ -26,12 +25,12 @@ def test_architectures(full, wave, name, features, waiter):
 
 
 def test_options():
-    assert parse_options({}) == RocmOptions(published="auto", results_on_forward=True)
-    assert parse_options({"published": "host", "results": "copy"}) == RocmOptions(published="host", results_on_forward=False)
-    assert set(plugin.backend_info().options) == set(OPTIONS)
+    plugin.check_options({})
+    plugin.check_options({"published": "host", "results": "copy"})
+    assert set(plugin.backend_info().options) == set(plugin.OPTIONS)
     for wrong, says in (({"wave": "32"}, "no option 'wave'"), ({"published": "both"}, "one of auto, stream, host")):
         with pytest.raises(ConfigError, match=says):
-            parse_options(wrong)
+            plugin.check_options(wrong)
 
 
 def test_kernels_of_triton_need_triton(monkeypatch):
@@ -70,10 +69,9 @@ def test_the_conformance_suite_on_a_hip_like_personality(tmp_path, level, progra
 
 POLICY = """
 import emulation_hip
-from outrider_rocm.options import parse_options
 for emulation_hip.ARCHITECTURE in ("gfx942", "gfx950:sramecc+"):
     for options in ({}, {"published": "stream"}, {"published": "host", "results": "copy"}):
-        sync = emulation_hip.make(parse_options(options)).speculative_sync
+        sync = emulation_hip.make(**options).speculative_sync
         print(emulation_hip.ARCHITECTURE, sync.published_waiter.value, sync.results_on_forward)
 """
 

@@ -15,13 +15,13 @@ from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     AttentionShape,
+    DecoderShape,
     HeadNorms,
     RequestInputs,
     RequestRows,
     RotaryArgs,
 )
 from outrider.device.kernels.residual import ResidualStream
-from outrider.device.kernels.tuning import DecoderShape
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.device.kernels.weights import QuantizedWeight
 

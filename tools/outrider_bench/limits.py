@@ -314,10 +314,6 @@ class RankBench:
         return self.group.backend
 
 
-class WrongResult(OutriderError):
-    """Raised if a collective gives a wrong result."""
-
-
 def measure(rank: RankHandle, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
     """Return the measured rows of the table, timed by this rank's clock. Every rank calls this function at the same time."""
     backend = rank.backend
@@ -424,7 +420,9 @@ def _implementation(
         if kind != "send" or size > 1:
             found = made().float()
             if not bool((found == expected()).all()):
-                raise WrongResult(f"{kind} of {tokens} x {width} {dtype} gave {found.flatten()[:4].tolist()} on rank {rank}")
+                raise OutriderError(
+                    f"{kind} of {tokens} x {width} {dtype} gave {found.flatten()[:4].tolist()} on rank {rank}"
+                )
         with bench.backend.on(stream):
             for tensor in (x, every, residual):
                 tensor.zero_()  # so that nothing overflows over many calls

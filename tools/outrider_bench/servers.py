@@ -112,17 +112,9 @@ def run_on_engine(engine: Engine, load: HttpLoad) -> list[StreamedAnswer]:
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunningServer:
-    """The URL of a server, and the directory of its tokenizer."""
-
-    url: str
-    tokenizer: Path
-
-
 @contextmanager
-def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: float) -> Generator[RunningServer]:
-    """Run a server of ``engine`` in a process of its own until the scope ends.
+def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: float) -> Generator[tuple[str, Path]]:
+    """Run a server of ``engine`` in a process of its own until the scope ends. Yields its URL and its tokenizer's directory.
 
     The server's output goes to a file in ``directory``. Raises :class:`ChildFailed` if the server doesn't start.
     """
@@ -138,7 +130,7 @@ def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: f
         with child_session(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, child, log, limit_s)
-            yield RunningServer(url=url, tokenizer=target)
+            yield url, target
 
 
 def serve_random_weights(work: Mapping[str, Any]) -> None:

@@ -363,8 +363,8 @@ def _once(
 ) -> BaseException | None:
     """Run a program once and return its error, or None. The order is random, or program order with an injected divergence."""
     from outrider_sanitizer.races.race import control_of
-    from outrider_sim.explore.exploration import run_once
-    from outrider_sim.explore.strategies import make_strategy
+    from outrider_sim.exploration import run_once
+    from outrider_sim.strategies import make_strategy
 
     def run(_: object) -> None:
         outcome.counts.update(explorer.run_program(outcome.setup, program, inject=wanted.inject))

@@ -11,9 +11,9 @@ divergence and name its first different decision, and the corrected program must
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -62,19 +62,21 @@ class RanksWanted:
         return tensor, data
 
 
-class SimulatedHosts:
-    """The simulated hosts of an exploration, opened once for each set of options."""
+DevicesOfRanks: TypeAlias = "Callable[[RankRace, int], list[Backend]]"
+"""A function that returns the devices of a program's ranks."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self._made: dict[tuple[object, ...], list[Backend]] = {}
 
-    def for_race(self, race: RankRace, ranks: int) -> list[Backend]:
-        """Return ``ranks`` devices with the options of a program."""
+def simulated_hosts(registry: Registry) -> DevicesOfRanks:
+    """Return a function that opens the devices of a program's ranks, once for each set of options and number of ranks."""
+    made: dict[tuple[object, ...], list[Backend]] = {}
+
+    def devices_of(race: RankRace, ranks: int) -> list[Backend]:
         key = (ranks, *sorted(race.options.items()))
-        if key not in self._made:
-            self._made[key] = race.devices(self._registry, ranks)
-        return self._made[key]
+        if key not in made:
+            made[key] = race.devices(registry, ranks)
+        return made[key]
+
+    return devices_of
 
 
 @dataclass(kw_only=True)
@@ -119,7 +121,7 @@ def explore_ranks(wanted: RanksWanted) -> CommandReport:
     laid_out = wanted.tensor is not None or wanted.data is not None
     if not wanted.corrected and (wanted.inject is None or (laid_out and wanted.inject in (*TOLERATED, *NAMED))):
         return explore_engine(wanted)
-    devices = SimulatedHosts(wanted.registry)
+    devices = simulated_hosts(wanted.registry)
     chosen = [] if wanted.inject is None else _chosen(wanted.inject)
     if wanted.inject not in (None, EVERY) and len(chosen) == 1 and not wanted.corrected:
         return _one(_wrong(devices, chosen[0], wanted), wanted)
@@ -158,11 +160,11 @@ def _chosen(name: str) -> list[RankRace]:
     return found
 
 
-def _wrong(devices: SimulatedHosts, race: RankRace, wanted: RanksWanted) -> RankCorpusResult:
+def _wrong(devices: DevicesOfRanks, race: RankRace, wanted: RanksWanted) -> RankCorpusResult:
     """Run the corpus program with its fault once, in program order, and return its result."""
     from outrider_sanitizer.races import decision_named
 
-    error, report = _run(devices.for_race(race, _ranks(race, wanted)), race, fixed=False)
+    error, report = _run(devices(race, _ranks(race, wanted)), race, fixed=False)
     kinds = {finding.kind for finding in report}
     named = decision_named(report)
     return RankCorpusResult(
@@ -192,12 +194,12 @@ def _run(backends: Sequence[Backend], race: RankRace, *, fixed: bool) -> tuple[O
     return None, report
 
 
-def _alarm(devices: SimulatedHosts, race: RankRace, wanted: RanksWanted, seed: int) -> str:
+def _alarm(devices: DevicesOfRanks, race: RankRace, wanted: RanksWanted, seed: int) -> str:
     """Run the corrected program under one random schedule and return its error, or an empty string."""
     from outrider_sanitizer import watch_ranks
     from outrider_sanitizer.races.race import control_of
 
-    backends = devices.for_race(race, _ranks(race, wanted))
+    backends = devices(race, _ranks(race, wanted))
 
     def program(_: object) -> None:
         with watch_ranks(backends) as report:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from itertools import permutations
 from pathlib import Path
@@ -189,41 +189,6 @@ class _Arrow:
         return ends[0] < right and left < ends[1]
 
 
-@dataclass
-class _NamePlacement:
-    """The positions of fence names in a picture. No name covers another one, and few arrows cross a name."""
-
-    left_margin: int
-    width: int
-    """Width of the picture in pixels."""
-    arrows: list[_Arrow]
-    occupied: list[tuple[float, float, float]] = field(default_factory=list)
-    """(left, right, baseline) of each placed name and of each bracket."""
-
-    def place(self, text: str, choices: Sequence[tuple[float, float, str]]) -> tuple[float, float, str] | None:
-        """Choose a position (x, y, anchor) for ``text`` and mark it as occupied. Return None if no position is free.
-
-        Of the free ``choices``, the method chooses the first with the fewest crossing arrows.
-        """
-        text_width = len(text) * _CHARACTER_WIDTH + 4
-        best: tuple[int, tuple[float, float, str], float] | None = None
-        for x, y, anchor in choices:
-            left = x - {"start": 0.0, "middle": text_width / 2, "end": text_width}[anchor]
-            right = left + text_width
-            if left < self.left_margin - 10 or right > self.width:
-                continue
-            if any(right > a and b > left and abs(y - baseline) < _ROW_HEIGHT - 1 for a, b, baseline in self.occupied):
-                continue
-            num_crossings = sum(arrow.crosses(left, right, y) for arrow in self.arrows)
-            if best is None or num_crossings < best[0]:
-                best = num_crossings, (x, y, anchor), left
-        if best is None:
-            return None
-        _, (x, y, anchor), left = best
-        self.occupied.append((left, left + text_width, y))
-        return x, y, anchor
-
-
 def sort_lanes(timeline: Timeline) -> list[str]:
     """Return the streams from top to bottom, sorted so that arrows cross few lanes. More than six streams aren't sorted."""
     names = list(timeline.spans)
@@ -269,7 +234,8 @@ class _PictureParts:
         self.left_margin = min(max(_MIN_LEFT_MARGIN, longest), width // 3)
         self.scale = (width - self.left_margin - _RIGHT_MARGIN) / (timeline.end_time or 1.0)
         self.arrows = [arrow for wait in timeline.waits[:_MAX_DRAWN] if (arrow := self._arrow(wait)) is not None]
-        self.names = _NamePlacement(self.left_margin, width, self.arrows if len(self.arrows) <= _MAX_NAMED else [])
+        self.occupied: list[tuple[float, float, float]] = []
+        """(left, right, baseline) of each placed name and of each bracket."""
 
     def x(self, time: float) -> float:
         """Return the x coordinate of a time in microseconds."""
@@ -324,7 +290,7 @@ class _PictureParts:
         parts = []
         shown = [band for band in stage_spans(self.timeline) if band.stream in self.rows]
         for band in shown:  # keep names off the brackets
-            self.names.occupied.append((self.x(band.start), self.x(band.end), self.top(band.stream) + 4))
+            self.occupied.append((self.x(band.start), self.x(band.end), self.top(band.stream) + 4))
         # Short stages are placed first, because their names have the fewest positions.
         for band in sorted(shown, key=lambda each: each.end - each.start):
             y = self.top(band.stream) - 5
@@ -342,7 +308,7 @@ class _PictureParts:
                 for x, anchor in ((middle, "middle"), (left, "start"), (right, "end"))
             ]
             choices += [(right + 4, y + 3, "start"), (left - 4, y + 3, "end")]
-            position = self.names.place(band.name, choices)
+            position = self._place_name(band.name, choices)
             if position is not None:
                 parts.append(self._name("text of", band.name, position))
         return parts
@@ -387,8 +353,32 @@ class _PictureParts:
                 x = arrow.x_at(y - 4)
                 choices += [(x + 5, y, "start"), (x - 5, y, "end")]
         name = wait.event.partition("[")[0]
-        position = self.names.place(name, choices)
+        position = self._place_name(name, choices)
         return [] if position is None else [self._name("name", name, position)]
+
+    def _place_name(self, text: str, choices: Sequence[tuple[float, float, str]]) -> tuple[float, float, str] | None:
+        """Choose a position (x, y, anchor) for ``text`` and mark it as occupied. Return None if no position is free.
+
+        No name covers another one. Of the free ``choices``, the method chooses the first with the fewest crossing arrows.
+        """
+        text_width = len(text) * _CHARACTER_WIDTH + 4
+        arrows = self.arrows if len(self.arrows) <= _MAX_NAMED else []
+        best: tuple[int, tuple[float, float, str], float] | None = None
+        for x, y, anchor in choices:
+            left = x - {"start": 0.0, "middle": text_width / 2, "end": text_width}[anchor]
+            right = left + text_width
+            if left < self.left_margin - 10 or right > self.width:
+                continue
+            if any(right > a and b > left and abs(y - baseline) < _ROW_HEIGHT - 1 for a, b, baseline in self.occupied):
+                continue
+            num_crossings = sum(arrow.crosses(left, right, y) for arrow in arrows)
+            if best is None or num_crossings < best[0]:
+                best = num_crossings, (x, y, anchor), left
+        if best is None:
+            return None
+        _, (x, y, anchor), left = best
+        self.occupied.append((left, left + text_width, y))
+        return x, y, anchor
 
     def legend(self) -> list[str]:
         """Return the elements of the legend: the meaning of bars, brackets and arrows."""

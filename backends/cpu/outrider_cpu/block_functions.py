@@ -20,8 +20,8 @@ from types import MappingProxyType
 
 from llvmlite import ir
 
-from outrider_cpu.block_weights import GROUP, TILE
 from outrider_cpu.code_writer import FLOAT, INT, WORD, CodeValue, CodeWriter, Variable
+from outrider_cpu.packed_weights import GROUP, TILE
 from outrider_cpu.row_functions import equal, inverse_norm, load_int32, read_ints, write_row_functions
 
 _MAX_ROWS = MappingProxyType({8: 5, 16: 6})

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionBlock, AttentionTokens, KernelSet, MlpBlock, ResidualStream, SeparateInput
-from outrider_cpu.block_weights import GROUP, TILE, BlockWeight, pack_blocks
-from outrider_cpu.packed_weights import is_observed
+from outrider_cpu.packed_weights import GROUP, TILE, BlockWeight, is_observed, pack_blocks
 
 _OPENMP = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier", "GOMP_parallel")
 _MIN_ELEMENTS = 1 << 16

@@ -1,7 +1,7 @@
 """Groups of NVIDIA GPUs: NCCL, and peer memory for small tensors if the GPUs of one host can access it.
 
 ``cuda:peers=off`` selects NCCL alone. The bytes per rank select one of three implementations: kernels that write to peer
-memory in one or two shots (:mod:`outrider_triton.peers.exchange`), and NCCL. `outrider bench collectives` measures them.
+memory in one or two shots (:mod:`outrider_triton.peers`), and NCCL. `outrider bench collectives` measures them.
 NVLink multicast isn't used, because some hosts lack it.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed
 from torch import Tensor
 
 from outrider.device import Reduction, TorchGroup
-from outrider_triton.peers.exchange import ONE_SHOT, TWO_SHOT, PeerExchange
+from outrider_triton.peers import ONE_SHOT, TWO_SHOT, PeerExchange
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

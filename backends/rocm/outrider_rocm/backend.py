@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from outrider.device import BackendLoadError, Capabilities, KernelSet, SpeculativeSync, TorchDeviceBackend, Waiter
-from outrider_rocm.options import RocmOptions
 
 # On MI350X and MI355X, a stream's wait for an event was measured to take longer than a host wait.
 _HOST_WAITS = frozenset({"gfx950"})
@@ -84,15 +83,14 @@ class RocmSync(SpeculativeSync):
     stream copies results to the host. Options override both.
     """
 
-    def __init__(self, backend: RocmBackend, options: RocmOptions) -> None:
+    def __init__(self, backend: RocmBackend, published: str, results: str) -> None:
         super().__init__(backend)
-        chosen = options.published
-        self.published_waiter = backend.architecture.published_waiter if chosen == "auto" else Waiter(chosen)
-        self.results_on_forward = options.results_on_forward
+        self.published_waiter = backend.architecture.published_waiter if published == "auto" else Waiter(published)
+        self.results_on_forward = results == "forward"
 
 
 class RocmBackend(TorchDeviceBackend):
-    """The backend of one AMD GPU under ROCm."""
+    """The backend of one AMD GPU under ROCm, with the options of :data:`outrider_rocm.plugin.OPTIONS`."""
 
     device_type = "cuda"  # torch's HIP build uses CUDA's name
 
@@ -100,15 +98,14 @@ class RocmBackend(TorchDeviceBackend):
     is_accelerator = True
     sticky_faults = ("illegal memory access", "unspecified launch failure", "device-side assert", "hipErrorLaunchFailure")
 
-    def __init__(self, ordinal: int, options: RocmOptions | None = None) -> None:
-        chosen = options or RocmOptions()
+    def __init__(self, ordinal: int, *, kernels: str = "torch", published: str = "auto", results: str = "forward") -> None:
         super().__init__(
             "rocm",
             self.device_type,
             ordinal,
             capabilities=CAPABILITIES,
-            kernels=KernelSet() if chosen.kernels == "torch" else _triton,
-            speculative_sync=lambda backend: RocmSync(backend, chosen),
+            kernels=KernelSet() if kernels == "torch" else _triton,
+            speculative_sync=lambda backend: RocmSync(backend, published, results),
         )
         properties = self.module.get_device_properties(self.device)
         self.architecture: Architecture = parse_architecture(properties.gcnArchName, properties.warp_size)

@@ -5,9 +5,10 @@ distinguishes the two builds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError
+from outrider.device.errors import BackendLoadError, ConfigError
 from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
 
 if TYPE_CHECKING:
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "AMD GPUs through torch's HIP build"
 CI = CiDeclaration(runner_labels=("self-hosted", "rocm"), markers=("asynchronous", "graphs"), device_count=2)
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "published": "who waits for published lengths: stream, host, or auto (default) by architecture",
+        "kernels": "torch (default): its own operators; triton: Triton's kernels, which nobody has run on such a device yet",
+        "results": "the stream that copies results out: forward (default) or copy",
+    }
+)
+_VALUES = {"kernels": ("torch", "triton"), "published": ("auto", "stream", "host"), "results": ("forward", "copy")}
 
 
 def hip_version() -> str | None:
@@ -24,12 +33,19 @@ def hip_version() -> str | None:
     return torch.version.hip
 
 
+def check_options(options: Mapping[str, str]) -> None:
+    """Raise :class:`ConfigError` for an unknown option or value."""
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise ConfigError(f"backend 'rocm' has no option {key!r}; known: {', '.join(OPTIONS)}")
+        if value not in _VALUES[key]:
+            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_VALUES[key])}")
+
+
 @hookimpl
 def backend_info() -> BackendInfo:
     """Describe the backend: usable if torch is built for HIP and sees a device. Starts no device."""
     import torch
-
-    from outrider_rocm.options import OPTIONS
 
     reason = advice = ""
     count: int | None = None
@@ -56,16 +72,14 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """Create the backend of GPU ``ordinal``, with options of :data:`outrider_rocm.options.OPTIONS`.
+    """Create the backend of GPU ``ordinal``, with options of :data:`OPTIONS`.
 
     Raises :class:`BackendLoadError` if the GPU can't be used.
     """
-    from outrider_rocm.options import parse_options
-
-    parsed = parse_options(options)
+    check_options(options)
     info = backend_info()
     if not info.usable:
         raise BackendLoadError(f"backend 'rocm' can't run here: {info.reason}; {info.advice}")
     from outrider_rocm.backend import RocmBackend
 
-    return RocmBackend(ordinal, parsed)
+    return RocmBackend(ordinal, **options)

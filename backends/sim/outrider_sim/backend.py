@@ -35,8 +35,7 @@ from outrider.device import (
     Stream,
     Waiter,
 )
-from outrider_sim.explore.exploration import SimControl
-from outrider_sim.explore.strategies import Strategy
+from outrider_sim.exploration import SimControl
 from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.machine.device_state import SimDeviceState, host_extent
 from outrider_sim.machine.graphs import GraphProgram, OpenCapture
@@ -46,6 +45,7 @@ from outrider_sim.machine.pinned import HostAllocation, PinnedTensor
 from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
 from outrider_sim.options import SimOptions
 from outrider_sim.ranks.collectives import create_group
+from outrider_sim.strategies import Strategy
 from outrider_sim.streams import SimEvent, SimFlag, SimGraph, SimStream
 from outrider_sim.torch_device.opinfo import extent
 from outrider_sim.torch_device.tensor import SimTensor

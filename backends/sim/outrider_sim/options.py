@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from outrider.device import ConfigError
-from outrider_sim.explore.strategies import MAKERS, integer
-from outrider_sim.explore.strategies import OPTIONS as STRATEGY_OPTIONS
+from outrider_sim.strategies import MAKERS, integer
+from outrider_sim.strategies import OPTIONS as STRATEGY_OPTIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

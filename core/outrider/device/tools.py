@@ -253,41 +253,31 @@ class ControllableDevice(Protocol):
         """
 
 
-class ScheduleFailure(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleFailure:
     """A schedule under which a program failed, its minimal form, and the form in words."""
 
-    @property
-    def run(self) -> int:
-        """Return the index of the failed run, from 0."""
-
-    @property
-    def error(self) -> BaseException:
-        """Return the exception that the program raised."""
-
-    @property
-    def schedule(self) -> object:
-        """Return the schedule of the failed run; its ``str`` replays the run."""
-
-    @property
-    def shrunk(self) -> object:
-        """Return the decisions that the failure needs; their ``str`` replays the failure."""
-
-    @property
-    def orderings(self) -> tuple[str, ...]:
-        """Return one sentence for each ordering that the failure needs."""
+    run: int
+    """Index of the failed run, from 0."""
+    error: BaseException
+    """The exception that the program raised."""
+    schedule: object
+    """The schedule of the failed run; its ``str`` replays the run."""
+    shrunk: object
+    """The decisions that the failure needs; their ``str`` replays the failure."""
+    orderings: tuple[str, ...]
+    """One sentence for each ordering that the failure needs."""
 
 
-class ExplorationResult(Protocol):
+@dataclass(kw_only=True, slots=True)
+class ExplorationResult:
     """The result of an exploration."""
 
-    @property
-    def runs(self) -> int:
-        """Return the number of complete runs."""
-
-    @property
-    def exhausted(self) -> bool:
-        """Return True if every schedule was explored."""
-
-    @property
-    def failure(self) -> ScheduleFailure | None:
-        """Return the first failed run, or None."""
+    runs: int = 0
+    """Number of complete runs."""
+    pruned: int = 0
+    """Number of runs that were aborted because they repeat earlier runs."""
+    exhausted: bool = False
+    """True if every schedule was explored."""
+    failure: ScheduleFailure | None = None
+    """The first failed run, or None."""

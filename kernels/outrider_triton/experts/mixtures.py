@@ -10,8 +10,7 @@ import triton
 from torch import Tensor
 
 from outrider.device import QuantizedWeight
-from outrider_triton.experts import operators as _expert_ops  # noqa: F401  (these register the operators)
-from outrider_triton.experts import quantized_operators as _expert_quantized_ops  # noqa: F401
+from outrider_triton.experts import operators as _expert_ops  # noqa: F401  (registers the operators)
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.operators import ProductPlan
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, MatmulConfig, bucket

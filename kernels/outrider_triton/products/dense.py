@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet, RotaryArgs
+from outrider_triton import rows as _row_operators  # noqa: F401  (registers the operators)
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.products import operators as _product_operators  # noqa: F401  (registers the operators)
 from outrider_triton.products.operands import Product
-from outrider_triton.rows import operators as _row_operators  # noqa: F401  (registers the operators)
-from outrider_triton.rows.operators import rotates
+from outrider_triton.rows import rotates
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.selection import TileSelection
 

@@ -12,7 +12,7 @@ from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products import streamed
 from outrider_triton.products.jit import fused, matmul
 from outrider_triton.quantized.nibble_planes import component_views
-from outrider_triton.rows.operators import expect_laid_out
+from outrider_triton.rows import expect_laid_out
 from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider_triton.bookkeeping.operators import expect_beside
+from outrider_triton.bookkeeping import expect_beside
 from outrider_triton.launch import define, has_kernel, launch, power_of_two, warps_for
 from outrider_triton.products.streamed import silu_mul
 from outrider_triton.quantized.formats import TRITON_FORMATS

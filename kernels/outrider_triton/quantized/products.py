@@ -27,7 +27,7 @@ from outrider_triton.quantized.operators import (
     quantized_rows,
     sum_parts,
 )
-from outrider_triton.rows.operators import rotates
+from outrider_triton.rows import rotates
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.selection import TileSelection

@@ -77,7 +77,7 @@ def chain(fault):
         def chain(**k):
             import torch
 
-            from outrider.device.kernels.reference.philox import uniforms
+            from outrider.device.kernels.reference.model import uniforms
 
             if k["draft_probs"] is None or not bool((k["temperature"] > 0).any()):
                 if fault in ("minus", "skips", "never last"):

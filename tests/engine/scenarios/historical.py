@@ -4,8 +4,8 @@ from outrider.device import Fence
 from outrider_proof.decode_explorer import DecodeExplorer
 from outrider_proof.decode_program import Arrival, HostProgram
 from outrider_sanitizer import RaceError
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.exploration import run_once
+from outrider_sim.strategies import make_strategy
 
 
 def request(length, max_tokens, *, step=0, abort=None, moves=(), start=0):

@@ -12,9 +12,9 @@ from outrider.registry import get_backend
 from outrider_proof.decode_program import WrongTokens
 from outrider_sanitizer import RaceError
 from outrider_sanitizer.report import FindingKind
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.exploration import run_once
 from outrider_sim.plugin import create_backend
+from outrider_sim.strategies import make_strategy
 from outrider_sim.streams import SimGraph
 
 

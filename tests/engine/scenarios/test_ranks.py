@@ -9,12 +9,12 @@ from engine.scenarios.historical import Skipping, program, request
 from outrider.device import CollectiveError
 from outrider.registry import Registry
 from outrider_proof.rank_engine import RankExplorer, RankSetup
-from outrider_proof.rank_exploration import SimulatedHosts
+from outrider_proof.rank_exploration import simulated_hosts
 from outrider_sanitizer import FindingKind, RaceError, watch_ranks
 from outrider_sanitizer.races import RANK_RACES, decision_named
 from outrider_sanitizer.report import STALENESS
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.exploration import run_once
+from outrider_sim.strategies import make_strategy
 
 REGISTRY = Registry()
 IDLE = RankSetup(tensor=1, data=2, proposer="mtp", mode="graphs", like="cuda")
@@ -52,7 +52,7 @@ def unchanged(explorer):
 def named(name):
     """The decision that is named first when this program of the corpus runs, and its report."""
     race = RANK_RACES[name]
-    devices = SimulatedHosts(REGISTRY).for_race(race, 2)
+    devices = simulated_hosts(REGISTRY)(race, 2)
     with watch_ranks(devices) as report, suppress(CollectiveError):
         race.run_race(devices, fixed=False)
     return decision_named(report), report

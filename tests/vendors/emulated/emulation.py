@@ -13,9 +13,9 @@ from torch_npu import operators
 
 from outrider.device import ROW_ACCESS
 from outrider_npu import backend as module
-from outrider_npu import kernels, runtime
+from outrider_npu import kernels, plugin
 
-runtime.device_count = lambda devices=None: 1
+plugin.device_count = lambda devices=None: 1
 
 
 class EmulatedNpu(Emulated, module.NpuBackend):

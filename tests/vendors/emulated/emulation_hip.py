@@ -51,8 +51,8 @@ class EmulatedHip(Emulated, module.RocmBackend):
     device_type = "amd"
 
 
-def make(options=None):
-    return EmulatedHip(0, options)
+def make(**options):
+    return EmulatedHip(0, **options)
 
 
 module.RocmBackend = EmulatedHip

@@ -8,10 +8,10 @@ from torch_npu.npu.streams import Idle, Stream
 
 from outrider.device import InterfaceError, TorchEvent, TorchStream
 from outrider_sim.backend import ObserverTap
-from outrider_sim.explore.exploration import SimControl
-from outrider_sim.explore.strategies import Exhaustive
+from outrider_sim.exploration import SimControl
 from outrider_sim.machine.device_state import host_extent
 from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.strategies import Exhaustive
 from outrider_sim.torch_device.opinfo import extent
 from outrider_sim.torch_device.tensor import SimTensor
 
@@ -42,8 +42,8 @@ class _Control(SimControl):
 class Emulated:
     """Put before a plugin's backend: a schedule that tools decide, and accesses that they see."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.epoch = 0
         self.default_stream = TorchStream(self, "default", 0, Stream.of(self.sim.machine.default))
         self.default_stream.epoch = 0

@@ -173,13 +173,13 @@ def _measured(
             for row in found["results"]:
                 _note_row(name, row)
             return {"engine": name, **found}
-        with start_server(name, setup, directory=logs, limit_s=limit) as server:
+        with start_server(name, setup, directory=logs, limit_s=limit) as (url, directory):
             start_s = time.monotonic() - began
-            tokenizer = server.tokenizer if generator == "vllm" else None
+            tokenizer = directory if generator == "vllm" else None
             return {
                 "engine": name,
                 "start_s": start_s,
-                **_results(name, replace(load, url=server.url), sizes, tokenizer),
+                **_results(name, replace(load, url=url), sizes, tokenizer),
             }
     except ChildFailed as failed:
         return {"engine": name, "failed": str(failed), "results": []}

@@ -82,10 +82,6 @@ _TEMPLATES: Mapping[str, _Template] = MappingProxyType(
 """
 
 
-class NewBackendError(OutriderError):
-    """Raised when the package can't be written to the directory."""
-
-
 def new_backend(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the backend, as in --backend NAME.")],
     directory: Annotated[
@@ -172,9 +168,9 @@ def _filled(text: str, words: Mapping[str, str]) -> str:
 def _write(place: Path, contents: Mapping[str, str]) -> None:
     """Write the package to a scratch directory next to ``place``, and rename it: an error leaves no partial package."""
     if place.exists() and not place.is_dir():
-        raise NewBackendError(f"{place} is a file; name a directory that is empty or doesn't exist")
+        raise OutriderError(f"{place} is a file; name a directory that is empty or doesn't exist")
     if place.exists() and any(place.iterdir()):
-        raise NewBackendError(f"{place} isn't empty and nothing in it is touched; name another directory, or empty it")
+        raise OutriderError(f"{place} isn't empty and nothing in it is touched; name another directory, or empty it")
     place = place.absolute()
     missing = [place.parent, *place.parent.parents]
     missing = [parent for parent in missing if not parent.exists()]

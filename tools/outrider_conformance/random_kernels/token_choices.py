@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outrider_conformance.random_kernels import noise
 from outrider_conformance.random_kernels.problem import (
     MANY,
     KernelProblems,
@@ -66,7 +66,7 @@ def scores(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     """Return the scores whose maximum :meth:`sample` returns, and their errors. Scores of greedy rows have no noise."""
     hot = (temperature > 0).unsqueeze(-1)
     scaled = logits.double() / torch.where(hot, temperature.unsqueeze(-1), 1.0).double()
-    drawn = noise.gumbel(seeds, positions, lane, logits.shape[-1])
+    drawn = gumbel(seeds, positions, lane, logits.shape[-1])
     slack = 8 * _UNIT * (scaled.abs().nan_to_num(0.0, posinf=0.0) + drawn.abs() + 1)
     return torch.where(hot, scaled + drawn, scaled), torch.where(hot, slack, 0.0)
 
@@ -100,7 +100,7 @@ def _sample(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         **_row_operands(temperature, seeds, positions),
     }
-    right = allowed(*scores(logits, temperature, seeds, positions, noise.DRAFT if draft else noise.SAMPLE))
+    right = allowed(*scores(logits, temperature, seeds, positions, DRAFT if draft else SAMPLE))
 
     call = kernel_call("sample", *operands, results=("tokens",), draft=draft)
     return Problem(operands, call, {}, lambda made: _check(right, made["tokens"], "sample"))
@@ -196,14 +196,14 @@ def _check_chain(
         seed = seeds.unsqueeze(1).expand(batch, count + 1)
         target = torch.softmax(logits.double() / torch.where(hot, temperature, 1.0).double().view(-1, 1, 1), dim=-1)
         p, q = (x[:, :count].gather(2, drafts.unsqueeze(-1)).squeeze(-1) for x in (target, probs.double()))
-        coin = noise.uniforms(seed, where, noise.ACCEPT, 1).squeeze(-1)[:, :count]
+        coin = uniforms(seed, where, ACCEPT, 1).squeeze(-1)[:, :count]
         margin = _probability_error(p, logits[:, :count], temperature) + 4 * _UNIT * q
         surely = torch.where(hot.unsqueeze(1), coin * q < p - margin, surely)
         refused = torch.where(hot.unsqueeze(1), coin * q >= p + margin, refused)
         draft = torch.cat((probs.double(), torch.zeros(batch, 1, vocabulary)), dim=1)
         left = (target - draft).clamp(min=0)
         loose = _probability_error(target, logits, temperature) + _UNIT * draft
-        drawn = noise.gumbel(seed, where, noise.RESIDUAL, vocabulary)
+        drawn = gumbel(seed, where, RESIDUAL, vocabulary)
         slack = 8 * _UNIT * (drawn.abs() + left.log().abs().nan_to_num(0.0, posinf=0.0) + 1)
         most = (left + loose).log() + drawn + slack
         least = ((left - loose).clamp(min=0)).log() + drawn - slack
@@ -254,7 +254,7 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
             parents[::2, node], level[::2, node] = node - 1 if number else 0, number + 1
     # The target's token at each node, so that most trees contain the accepted path; some siblings are equal.
     per = [x.unsqueeze(1).expand(batch, nodes).contiguous() for x in (temperature, seeds, positions)]
-    draws, slack = scores(logits, per[0], per[1], per[2] + level, noise.SAMPLE)
+    draws, slack = scores(logits, per[0], per[1], per[2] + level, SAMPLE)
     target = draws.argmax(-1)
     tokens = target.gather(1, parents.clamp(min=0))
     tokens[:, 0] = dice.integers(0, vocabulary, batch)
@@ -362,3 +362,42 @@ CHOICES = (
         choices=True,
     ),
 )
+
+
+# -- random numbers of the interface, in numpy: Philox4x32-10 (Salmon et al., SC 2011) and Gumbel noise ----------------
+
+
+_MASK = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_ROUNDS = 10
+SAMPLE, ACCEPT, DRAFT, RESIDUAL = range(4)
+"""Lanes: what a draw is for."""
+
+
+def uniforms(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
+    """Return float64 in (0, 1) of shape ``seeds.shape + (count,)``. Value i is word i % 4 of block i // 4, its upper 23
+    bits.
+    """
+    seed = seeds.numpy().astype(np.int64).view(np.uint64)[..., None]
+    position = positions.numpy().astype(np.int64).view(np.uint64)[..., None]
+    block = np.arange((count + 3) // 4, dtype=np.uint64)
+    words = list(np.broadcast_arrays(block, position & _MASK, position >> _HALF, np.uint64(lane)))
+    key = [seed & _MASK, seed >> _HALF]
+    for _ in range(_ROUNDS):
+        first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+        words = [
+            (second >> _HALF) ^ words[1] ^ key[0],
+            second & _MASK,
+            (first >> _HALF) ^ words[3] ^ key[1],
+            first & _MASK,
+        ]
+        key = [(part + step) & _MASK for part, step in zip(key, _WEYL, strict=True)]
+    flat = np.stack(np.broadcast_arrays(*words), axis=-1).reshape(*seeds.shape, -1)[..., :count]
+    return torch.from_numpy(((flat >> np.uint64(9)).astype(np.float64) + 0.5) / (1 << 23))
+
+
+def gumbel(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
+    """Return Gumbel noise of the shape that :func:`uniforms` returns."""
+    return -torch.log(-torch.log(uniforms(seeds, positions, lane, count)))

@@ -36,10 +36,6 @@ TIMEOUT_S = 4.0
 _MAX_TASK_S = 60.0
 
 
-class RankTaskFailed(OutriderError):
-    """A rank failed or exceeded its time limit. The message names the rank and the error."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankHandle:
     """One rank of a running task or program."""
@@ -131,14 +127,14 @@ class TaskProcesses:
                 self._ranks[rank] = None
 
     def run_task(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Any]:
-        """Run a task and return each rank's value. Raises :class:`RankTaskFailed` if a rank fails or exceeds ``limit_s``
+        """Run a task and return each rank's value. Raises :class:`OutriderError` if a rank fails or exceeds ``limit_s``
         seconds.
         """
         answers = self.task_results(task, work, limit_s=limit_s)
         wrong = [(rank, answer) for rank, answer in enumerate(answers) if answer.error]
         if wrong:  # the message names all failed ranks: one rank's timeout may follow from another rank's error
             self.kill()
-            raise RankTaskFailed("; ".join(f"rank {rank} of {self.size}: {answer.error}" for rank, answer in wrong))
+            raise OutriderError("; ".join(f"rank {rank} of {self.size}: {answer.error}" for rank, answer in wrong))
         return [answer.value for answer in answers]
 
     def task_results(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[RankResult]:
@@ -254,7 +250,7 @@ class RankRunner:
         answers = self._in_processes(2).task_results(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
         for rank, answer in enumerate(answers):
             if rank != leaving and answer.error:
-                raise RankTaskFailed(f"rank {rank} of 2: {answer.error}")
+                raise OutriderError(f"rank {rank} of 2: {answer.error}")
 
     def in_processes(self) -> bool:
         """Return whether the ranks of this backend are processes."""
@@ -335,4 +331,4 @@ def serve(rank: RankHandle, *, program: str, args: Sequence[Any], timeout_s: flo
     return result
 
 
-__all__ = ["Program", "RankHandle", "RankRunner", "RankTaskFailed", "serve"]
+__all__ = ["Program", "RankHandle", "RankRunner", "serve"]

@@ -319,23 +319,21 @@ def _condition_made(original: Any) -> Any:
         own = module not in ("threading", "queue") and not module.startswith("concurrent.")
         self.__dict__["_outrider_own"] = own
         held: Any = self._lock  # type: ignore[attr-defined]  # what notify and wait go by
-        if own and isinstance(held, _Lock):
+        if own and hasattr(held, "tells"):
             held.tells = True
 
     return init
-
-
-class _Lock:
-    """A lock that reports every acquisition and release after a condition was created from it."""
-
-    tells = False
 
 
 def _locks(observer: Observer) -> Callable[[Any], Any]:
     """Return a replacement of `threading.Lock` or `RLock` that reports each hand-over, and holds for conditions."""
 
     def wrap(before: Any) -> Any:
-        class Lock(_Lock):
+        class Lock:
+            """A lock that reports every acquisition and release after a condition was created from it."""
+
+            tells = False
+
             def __init__(self) -> None:
                 self._lock = before()
                 self._owner = 0

@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import DeadlockError, ProcessView, StreamOrderError
-from outrider_sim.explore.strategies import Schedule, ScheduleStep, Strategy, make_strategy
 from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, action_text, age, can_run, reason
 from outrider_sim.options import SimOptions
+from outrider_sim.strategies import Schedule, ScheduleStep, Strategy, make_strategy
 
 if TYPE_CHECKING:
     from outrider_sim.machine.stream_machine import StreamMachine

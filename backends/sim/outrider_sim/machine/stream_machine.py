@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import CapabilityError, DeadlockError, DeviceError, DeviceFault, DeviceLost
-from outrider_sim.explore.strategies import Strategy, safe_name
 from outrider_sim.machine.host_scheduler import HostScheduler
 from outrider_sim.machine.queue import (
     ENQUEUE,
@@ -26,6 +25,7 @@ from outrider_sim.machine.queue import (
     reached_at,
 )
 from outrider_sim.options import SimOptions
+from outrider_sim.strategies import Strategy, safe_name
 
 if TYPE_CHECKING:
     from outrider_sim.backend import ObserverTap

@@ -21,7 +21,7 @@ from outrider.device import BackendLoadError
 from outrider_sim.machine.device_state import SimDeviceState
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.options import SimOptions
-from outrider_sim.torch_device import autocast, autograd, composites, tensor
+from outrider_sim.torch_device import autograd, composites, tensor
 from outrider_sim.torch_device import torch_module as module
 from outrider_sim.torch_device.dispatch import Dispatcher
 from outrider_sim.torch_device.opinfo import OpInfo
@@ -274,7 +274,7 @@ def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     yield fallback
-    autocast.register(aten, dispatcher.device.type)
+    autograd.register_autocast(aten, dispatcher.device.type)
 
 
 def _pin_memory(dispatcher: Dispatcher) -> Any:

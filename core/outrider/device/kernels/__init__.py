@@ -12,14 +12,17 @@ from outrider.device.kernels.blocks import (
 )
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.formats import CACHE_FORMATS, QUANTIZED_FORMATS
-from outrider.device.kernels.kernelset import KernelSet, kernel_names
+from outrider.device.kernels.kernelset import KernelSet, WrappedKernels, kernel_names
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     AttentionShape,
+    DecoderShape,
     HeadNorms,
     RequestInputs,
     RequestRows,
     RotaryArgs,
+    TuningProgress,
+    TuningResult,
 )
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
@@ -27,9 +30,7 @@ from outrider.device.kernels.reference.model import LANE_ACCEPT, LANE_DRAFT, LAN
 from outrider.device.kernels.reference.ops import ROW_ACCESS, RowResolver
 from outrider.device.kernels.residual import SINGLE_RANK, Contribution, RankBoundary, ResidualStream, SeparateInput
 from outrider.device.kernels.sampling_kernels import SamplingKernels
-from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
 from outrider.device.kernels.weights import QuantizedWeight, SplitWeight, Weight
-from outrider.device.kernels.wrapping import WrappedKernels
 
 __all__ = [
     "CACHE_FORMATS",

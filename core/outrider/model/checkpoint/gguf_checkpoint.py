@@ -31,8 +31,14 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.bulk import Extent
 from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, TensorFile
-from outrider.model.checkpoint.gguf_config import GgufMetadata, hybrid_layout, model_config
-from outrider.model.checkpoint.gguf_hybrid import Convert, HybridLayout, without_one
+from outrider.model.checkpoint.gguf_config import (
+    Convert,
+    GgufMetadata,
+    HybridLayout,
+    hybrid_layout,
+    model_config,
+    without_one,
+)
 from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.checkpoint.reading import read_json, regular_size, wrap_read_errors
 

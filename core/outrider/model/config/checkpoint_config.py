@@ -14,7 +14,7 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.location import refuse_other_formats
 from outrider.model.checkpoint.reading import describe, present, read_json, wrap_read_errors
-from outrider.model.config.config_fields import MAX_CONTEXT, config_fields, is_whole
+from outrider.model.config.config_fields import MAX_CONTEXT, config_fields, is_whole, parse_config
 from outrider.model.config.layer_configs import (
     HYBRID_FAMILIES,
     REFUSED,
@@ -30,7 +30,6 @@ from outrider.model.config.layer_configs import (
     qwen3_vl_moe,
 )
 from outrider.model.config.model_config import ModelConfig, VisionConfig
-from outrider.model.config.parsed_config import parse_config
 from outrider.model.config.rope import ROPE_KINDS, RopeConfig, inverse_frequencies, long_frequencies
 
 _DTYPES = MappingProxyType(

@@ -30,7 +30,7 @@ from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.ranks import Shard
 from outrider.model.media.tokenizer import Tokenizer, has_tokenizer
-from outrider.model.quantization.layouts import map_scales
+from outrider.model.quantization.loading import map_scales
 
 DraftFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32"]
 DRAFT_FORMATS = tuple(WEIGHT_FORMATS)

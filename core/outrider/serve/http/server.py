@@ -138,10 +138,6 @@ _CLOSE_CONNECTIONS_TIMEOUT_S = 5.0
 _DRAIN_AFTER_ENGINE_LOSS_S = 1.0
 
 
-class ServerLost(OutriderError):
-    """Raised when the server has ended because its engine ended."""
-
-
 async def serve_http(
     engine: EngineClient,
     make_prompter: Callable[[EngineInfo], PromptBuilder],
@@ -159,7 +155,7 @@ async def serve_http(
     A second signal ends the server at once. ``started`` is called with host and port once the server listens. The function
     closes ``engine`` and ``spans`` before it returns.
 
-    Raises :class:`ServerLost` if the engine ends by itself, and the error of an engine that can't start.
+    Raises :class:`OutriderError` if the engine ends by itself, and the error of an engine that can't start.
     """
     log = logging.getLogger(LOGGER_NAME)
     loop = asyncio.get_running_loop()
@@ -209,7 +205,7 @@ async def serve_http(
             task.cancel()
         service.close()
         if engine.error is not None:
-            raise ServerLost(f"the server has ended because its engine did: {engine.error}")
+            raise OutriderError(f"the server has ended because its engine did: {engine.error}")
     finally:
         await engine.close()
         if spans is not None:

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, prefetch_rows
+from outrider_triton.jit.rows import as_cached
 from outrider_triton.products.jit.matmul import inverse_rms, load_squares, rows_and_tokens, sum_of_tiles
-from outrider_triton.rows.jit import as_cached
 
 
 @triton.jit(do_not_specialize=["m", "rows_per_program", "prefetch_columns"])

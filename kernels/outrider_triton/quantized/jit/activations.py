@@ -9,9 +9,9 @@ import triton.language as tl
 
 from outrider.device.kernels.formats import INT8_LARGEST
 from outrider_triton.jit.dependent import begin
+from outrider_triton.jit.recurrent_steps import gated_norm, sigmoid_product
+from outrider_triton.jit.rows import add_row, nearest_e4m3, norm
 from outrider_triton.products.jit.matmul import swiglu
-from outrider_triton.recurrent.jit.steps import gated_norm, sigmoid_product
-from outrider_triton.rows.jit import add_row, nearest_e4m3, norm
 
 _INT8_LARGEST = tl.constexpr(INT8_LARGEST)
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -187,7 +187,7 @@ def add_rms_norm_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute :func:`outrider_triton.rows.jit.add_rms_norm` for one row, quantise the norm, and store it to ``out`` with
+    """Compute :func:`outrider_triton.jit.rows.add_rms_norm` for one row, quantise the norm, and store it to ``out`` with
     its ``scales``. ``unquantized`` receives the norm itself, if it isn't None.
     """
     lane = tl.arange(0, BLOCK)
@@ -245,7 +245,7 @@ def embed_beside_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Join one token's embedding and hidden state as :func:`outrider_triton.bookkeeping.jit.embed_beside` does,
+    """Join one token's embedding and hidden state as :func:`outrider_triton.jit.bookkeeping.embed_beside` does,
     quantise the row, and store it to ``out`` with its ``scales``.
     """
     begin(PDL)
@@ -278,7 +278,7 @@ def gate_quantize(
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gate HEADS of the ``heads`` heads of a row of ``x`` [rows, heads, E] as :func:`outrider_triton.recurrent.jit.steps`
+    """Gate HEADS of the ``heads`` heads of a row of ``x`` [rows, heads, E] as :func:`outrider_triton.jit.recurrent_steps`
     does, quantise them, and store them to ``out`` with their ``scales``; one program per (row, HEADS). Without a norm's
     ``weight``, heads are multiplied by the sigmoid.
     """

@@ -2,7 +2,7 @@
 
 With one token, a separate SwiGLU kernel reads 57 KB and computes little: its launch dominates its time. Here each program
 computes SwiGLU for the columns that it multiplies, in the warps that multiply them. The results are bit-identical to
-:func:`outrider_triton.rows.jit.silu_mul` in nibble-plane layout. With more tokens each program would repeat it for each.
+:func:`outrider_triton.jit.rows.silu_mul` in nibble-plane layout. With more tokens each program would repeat it for each.
 
 A warp handles one unit of 128 columns at a time, so the maximum needs no exchange between warps. It loads two columns as one
 32-bit word; the int8 components have even columns before odd ones.

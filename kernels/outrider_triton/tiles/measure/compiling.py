@@ -15,10 +15,10 @@ import torch
 from triton.errors import TritonError
 
 from outrider.device import DecoderShape
+from outrider_triton import rows as _row_operators  # noqa: F401  (registers the operators)
 from outrider_triton.attention import operators as _attention_ops  # noqa: F401
 from outrider_triton.launch import power_of_two
 from outrider_triton.products import operators as _product_operators  # noqa: F401  (registers the operators)
-from outrider_triton.rows import operators as _row_operators  # noqa: F401  (registers the operators)
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.attention import can_read_before_wait
 from outrider_triton.tiles.measure.chain import normal

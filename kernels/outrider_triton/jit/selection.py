@@ -1,7 +1,7 @@
 """Token choice: argmax, random sampling, and acceptance of drafts.
 
 Programs share a vocabulary: each stores the best of its share, and a last kernel decides. The randomness of index i at a
-position is word i % 4 of Philox block i // 4, as in :mod:`outrider.device.kernels.reference.philox`. It depends on
+position is word i % 4 of Philox block i // 4, as in :mod:`outrider.device.kernels.reference.model`. It depends on
 seed, position, lane and index only, not on the number of programs.
 """
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin
-from outrider_triton.recurrent.jit.steps import _NORM_EPS, log_decay
+from outrider_triton.jit.recurrent_steps import _NORM_EPS, log_decay
 
 _CHUNK = tl.constexpr(64)
 _BLOCK = tl.constexpr(16)

@@ -1,4 +1,4 @@
-"""Collectives of small tensors by kernels that write into other ranks' memory (:mod:`outrider_triton.peers.jit`).
+"""Collectives of small tensors by kernels that write into other ranks' memory (:mod:`outrider_triton.jit.peers`).
 
 A *shot* is one exchange over peer memory. With one shot each rank sends all of its tensor to each other rank. With two shots
 each rank sums a share of the tensor, and sends the sum of its share to each other rank: less data, one latency more. Both
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import InterfaceError
+from outrider_triton.jit import peers as jit
 from outrider_triton.launch import launch, power_of_two
-from outrider_triton.peers import jit
 
 if TYPE_CHECKING:
     from outrider.device import Group

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outrider.device import Backend, ConfigError, ProcessView, Stream
-from outrider_sim.explore.strategies import (
+from outrider.device import Backend, ConfigError, ExplorationResult, ProcessView, ScheduleFailure, Stream
+from outrider_sim.machine.queue import FREE, StreamQueue
+from outrider_sim.options import FAULTS
+from outrider_sim.ranks.divergent_operators import DIVERGENCES
+from outrider_sim.ranks.rank_processes import SimStore
+from outrider_sim.strategies import (
     Delay,
     Exhaustive,
     Pruned,
@@ -22,10 +25,6 @@ from outrider_sim.explore.strategies import (
     make_strategy,
     parse_strategy,
 )
-from outrider_sim.machine.queue import FREE, StreamQueue
-from outrider_sim.options import FAULTS
-from outrider_sim.ranks.divergent_operators import DIVERGENCES
-from outrider_sim.ranks.rank_processes import SimStore
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -37,32 +36,6 @@ if TYPE_CHECKING:
 
 Program = Callable[["SimBackend"], None]
 """A program to explore: it creates its tensors and streams on the backend, and raises an error if a result is wrong."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailedRun:
-    """A run that failed. `schedule` replays it, `shrunk` has only the delays that the failure needs, `orderings` describes
-    them.
-    """
-
-    run: int
-    error: BaseException
-    schedule: Schedule
-    shrunk: Schedule
-    orderings: tuple[str, ...]
-
-
-@dataclass(kw_only=True)
-class SimExploration:
-    """The result of an exploration.
-
-    `runs` counts complete runs, `pruned` counts runs aborted as repetitions. `exhausted` means that every schedule ran.
-    """
-
-    runs: int = 0
-    pruned: int = 0
-    exhausted: bool = False
-    failure: FailedRun | None = None
 
 
 def strategies(spec: str, seed: int = 0) -> Iterator[Strategy]:
@@ -116,9 +89,9 @@ def explore(
     iterations: int = 100,
     seed: int = 0,
     shrinking: bool = True,
-) -> SimExploration:
+) -> ExplorationResult:
     """Run `program` under up to `iterations` schedules and stop at the first failure, shrunk unless `shrinking` is off."""
-    result = SimExploration()
+    result = ExplorationResult()
     source = strategies(strategy, seed)
     for number in range(iterations):
         chosen = next(source, None)
@@ -136,10 +109,10 @@ def explore(
     return result
 
 
-def _failure(backend: SimBackend, program: Program, number: int, error: BaseException, shrinking: bool) -> FailedRun:
+def _failure(backend: SimBackend, program: Program, number: int, error: BaseException, shrinking: bool) -> ScheduleFailure:
     schedule = Schedule.parse(backend.control.schedule())
     shrunk = shrink_schedule(backend, program, schedule, type(error)) if shrinking else schedule
-    return FailedRun(
+    return ScheduleFailure(
         run=number, error=error, schedule=schedule, shrunk=shrunk, orderings=tuple(explain(backend, program, shrunk))
     )
 
@@ -311,7 +284,7 @@ class SimControl:
         iterations: int = 100,
         seed: int = 0,
         shrinking: bool = True,
-    ) -> SimExploration:
+    ) -> ExplorationResult:
         """Run `program` under up to `iterations` schedules and return the result of `exploration.explore`."""
         return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed, shrinking=shrinking)
 

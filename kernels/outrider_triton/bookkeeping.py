@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.operators import expect
-from outrider_triton.bookkeeping import jit
+from outrider_triton.jit import bookkeeping as jit
 from outrider_triton.launch import define, launch, power_of_two, warps_for
 
 _MAX_BLOCK = 4096

@@ -1,4 +1,4 @@
-"""Operators of recurrent layers (:mod:`outrider_triton.recurrent.jit.steps`, :mod:`outrider_triton.recurrent.jit.chunks`)."""
+"""Operators of recurrent layers (:mod:`outrider_triton.jit.recurrent_steps`, :mod:`outrider_triton.jit.recurrent_chunks`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.operators import expect
+from outrider_triton.jit import recurrent_chunks as jit_chunks
+from outrider_triton.jit import recurrent_steps as jit
 from outrider_triton.launch import define, launch, power_of_two
-from outrider_triton.recurrent.jit import chunks as jit_chunks
-from outrider_triton.recurrent.jit import steps as jit
 
 _FEW_TOKENS = 8
 """Maximum number of tokens of a sequence for which the convolution uses small blocks of tokens."""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from outrider.device import RotaryArgs
 from outrider.device.kernels.operators import check_copy, expect
+from outrider_triton.jit import rows as jit
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.quantized.nibble_planes import allocate_rows, row_stride
-from outrider_triton.rows import jit
 
 
 def rotates(rotary: RotaryArgs, x: Tensor, *, partly: bool = False) -> bool:

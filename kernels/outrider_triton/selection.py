@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.operators import expect
+from outrider_triton.jit import selection as jit
 from outrider_triton.launch import define, launch, power_of_two
-from outrider_triton.selection import jit
 
 _VOCABULARY_BLOCK = 1024
 _GREEDY_BLOCK = 2048

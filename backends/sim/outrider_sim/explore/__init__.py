@@ -1,1 +1,0 @@
-"""Exploration: scheduling strategies, delay schedules, and the search for a failing schedule."""

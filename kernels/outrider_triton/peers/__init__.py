@@ -1,1 +1,0 @@
-"""Collectives that write into the memory of other ranks' devices."""

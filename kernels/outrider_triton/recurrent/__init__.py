@@ -1,1 +1,0 @@
-"""Recurrent layers: the short convolution and the gated delta rule, by steps and by chunks."""

@@ -1,1 +1,0 @@
-"""Kernels that compute row by row: norms, activations, rotation with the cache write, copies and embeddings."""

@@ -1,1 +1,0 @@
-"""Selection of tokens: sampling, verification of drafts, and grammar masks."""
