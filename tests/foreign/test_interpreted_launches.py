@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider_vllm.triton_launches import MAX_RANGES, RecordedAccesses, StorageRange, merge_adjacent
+from outrider_vllm.interpreted_launches import MAX_RANGES, RecordedAccesses, StorageRange, merge_adjacent
 
 HERE = Path(__file__).parent
 

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on tensors of the simulated device.
+"""Launches of Triton kernels that its interpreter runs on tensors of the simulated device.
 
 Triton's interpreter runs the unmodified kernel when the simulated stream reaches the launch. At the launch, each tensor is
 declared as one that the kernel may read and write. After the run, the interpreter reports the accessed bytes: it has the
@@ -190,8 +190,8 @@ class AccessRecorder:
         return record_and_call
 
 
-class TritonLaunches:
-    """The launches of Triton kernels of this process. It replaces `InterpretedFunction.run`.
+class InterpretedLaunches:
+    """The interpreted launches of Triton kernels of this process. It replaces `InterpretedFunction.run`.
 
     `executor` is Triton's grid executor. Loads and stores go through the interpreter's `builder`, which is observed.
     """
