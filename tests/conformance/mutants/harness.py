@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,33 @@ class Outcome:
     def level(self) -> int | None:
         """The first level that failed."""
         return min((level for _, level, _ in self.failed), default=None)
+
+
+class Record:
+    """Outcomes by key, in a file of lines of JSON, if one is named."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._known = {tuple(key): _outcome_of(fields) for key, fields in map(json.loads, lines)}
+
+    def forget(self, wrong) -> None:
+        """Drop those for which `wrong(key, outcome)`: they're run again."""
+        self._known = {key: outcome for key, outcome in self._known.items() if not wrong(key, outcome)}
+
+    def completed(self, jobs, *limits) -> Iterator:
+        """Every job's outcome: known, or run now by `run_all` and noted."""
+        yield from ((key, self._known[key]) for key, _ in jobs if key in self._known)
+        for key, outcome in run_all([job for job in jobs if job[0] not in self._known], *limits):
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps([key, asdict(replace(outcome, output=""))]) + "\n")
+            yield key, outcome
+
+
+def _outcome_of(fields) -> Outcome:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return Outcome(**fields | lists | {"failed": tuple(map(tuple, fields["failed"]))})
 
 
 class _Watch:
@@ -113,6 +140,8 @@ def warm_up() -> None:
     """Have torch and pytest import what they import late, the suite above all, once, before the processes part."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    import outrider_sanitizer.observation.sanitizer  # noqa: F401
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
