@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -102,6 +105,31 @@ def _run_call(call: Callable[[], object]) -> None:
     ignore_interruptions()
     end_with_pipe(0)
     call()
+
+
+class JsonLines:
+    """A reader of the JSON lines that a child process writes, with a time limit for each line."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._buffer = b""
+
+    def read_line(self, limit_s: float) -> dict[str, Any] | None:
+        """Return the next line; an empty object at the end of the file, or None after ``limit_s`` seconds."""
+        end = time.monotonic() + limit_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._descriptor, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                remaining_s = end - time.monotonic()
+                if remaining_s <= 0 or not selector.select(remaining_s):
+                    return None
+                data = os.read(self._descriptor, 65536)
+                if not data:
+                    return {}
+                self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        parsed: dict[str, Any] = json.loads(line)
+        return parsed
 
 
 def ignore_interruptions() -> None:
