@@ -327,7 +327,8 @@ class _Processes:
         self._parallel = parallel
         self._arguments = list(arguments)
         self._json = json_output
-        self._errors: list[IO[bytes]] = []
+        self._files: dict[int, IO[bytes]] = {}
+        """The output of rank 0 if the report is for scripts, and the errors of each other rank."""
         self._stack = ExitStack()
 
     def __enter__(self) -> _Processes:
@@ -353,21 +354,11 @@ class _Processes:
     def _start(self, rank: int, port: int, pipe: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "outrider.cli.main", *self._arguments]
         environment = rank_variables(rank=rank, world=self._parallel.world, port=port, pipe=pipe)
-        if rank == 0:
-            out: Any = self._stack.enter_context(tempfile.TemporaryFile()) if self._json else None  # noqa: SIM115  (the stack closes it)
-            self._out = out
-            return subprocess.Popen(command, env=environment, pass_fds=(pipe,), stdout=out, start_new_session=True)
-        errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
-        self._errors.append(errors)
-        return subprocess.Popen(
-            command,
-            env=environment,
-            pass_fds=(pipe,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
+        if rank or self._json:
+            self._files[rank] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
+        file, null = self._files.get(rank), subprocess.DEVNULL
+        streams: dict[str, Any] = {"stdin": null, "stdout": null, "stderr": file} if rank else {"stdout": file}
+        return subprocess.Popen(command, env=environment, pass_fds=(pipe,), start_new_session=True, **streams)
 
     def wait_for_report(self) -> CommandReport:
         """Wait for all ranks and return the report of rank 0. Raises :class:`RanksFailed` if rank 0 has no report."""
@@ -411,16 +402,16 @@ class _Processes:
     def _last_words(self, rank: int) -> str:
         if rank == 0:
             return "see above"
-        file = self._errors[rank - 1]
+        file = self._files[rank]
         file.seek(0)
         return file.read()[-2000:].decode(errors="replace").strip() or "it said nothing"
 
     def _reported(self) -> CommandReport:
         code = self._processes[0].returncode
         data: dict[str, object] = {}
-        if self._out is not None:
-            self._out.seek(0)
-            data = json.loads(self._out.read() or "{}")
+        if self._json:
+            self._files[0].seek(0)
+            data = json.loads(self._files[0].read() or "{}")
         return CommandReport(data=data, render=lambda console: None, exit_code=code)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
