@@ -53,6 +53,21 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """Families with experts, and what their configs may say."""
 
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "cohere": {"logit_scale": 0.5},
+    "olmo2": {},
+    "phi3": {"pad_token_id": 0},
+    "starcoder2": {"sliding_window": 5},
+    "gpt_neox": {},
+    "gpt2": {},
+    "smollm3": {"pad_token_id": 0},
+    "glm": {"head_dim": 8, "pad_token_id": 0},
+}
+"""Families that transformers' own code runs."""
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
@@ -88,9 +103,14 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(name: str, **overrides: Any) -> Any:
-    """Return transformers' config of a family at the tiny shape; ``overrides`` replaces its fields."""
-    fields = SHAPE | (FAMILIES | MIXTURES)[name] | overrides
+    """Return transformers' config of a family at the tiny shape; ``overrides`` replaces its fields.
+
+    ``name`` is one of the families here, or a family of transformers that needs no further fields.
+    """
+    fields = SHAPE | (FAMILIES | MIXTURES | OTHER_FAMILIES).get(name, {}) | overrides
     family = fields.pop("model_type", name)
+    if family in ("gpt_neox", "gpt2"):  # they have as many keys as queries, and no field for it
+        del fields["num_key_value_heads"]
     return CONFIG_MAPPING[family](**fields)
 
 

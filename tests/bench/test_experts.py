@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.test_bench_peers import HYBRID
 from outrider import Engine
 from outrider.model import EagleHead
 from outrider.model.config.checkpoint_config import read_model_config
@@ -33,6 +34,11 @@ def test_random_weights_have_experts_and_their_head_has_none():
     head = random_eagle(model, backend=tiny.BACKEND)
     assert isinstance(head, EagleHead)
     assert head.config.experts is None
+
+
+def test_a_random_head_of_a_hybrid_target_has_attention_without_a_gate():
+    head = random_eagle(random_decoder(HYBRID, backend=tiny.BACKEND, dtype=torch.float32), backend=tiny.BACKEND)
+    assert (head.config.recurrent, head.config.attention_gate, head.config.norm_offset) == (None, False, 0.0)
 
 
 def test_bytes_of_the_experts_in_use_counted_by_hand():

@@ -21,7 +21,7 @@ from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.observed_kernels import observe
 from outrider_conformance.random_kernels import bounds, token_choices
 from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, problem
-from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, smallest_failing
+from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, shrink_shape
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
 
@@ -428,7 +428,7 @@ def test_a_failing_shape_keeps_the_dimensions_that_it_needs():
         return ValueError(str(shape)) if shape["a"] > 2 and shape["c"] else None
 
     shape = {"a": 7, "b": 8, "c": 1}
-    found, error = smallest_failing(fails, shape, {"a": 1, "b": 2}, fails(shape))
+    found, error = shrink_shape(fails, shape, {"a": 1, "b": 2}, fails(shape))
     assert (found, str(error)) == ({"a": 7, "b": 2, "c": 1}, str({"a": 7, "b": 2, "c": 1}))
 
 

@@ -3,13 +3,11 @@
 import pytest
 import torch
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import SHAPE
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import byte_level_tokenizer, write_checkpoint
 
@@ -19,9 +17,7 @@ PROMPTS = [[5, 9, 9, 3, 40, 7], [11, 3, 2 + 1], list(range(30, 52))]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("olmo2")
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING["olmo2"](**SHAPE), dtype=torch.float32)
-    model.save_pretrained(directory)
+    write_checkpoint(directory, "olmo2")
     byte_level_tokenizer(96).save(str(directory / "tokenizer.json"))
     return directory
 

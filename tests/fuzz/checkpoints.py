@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from outrider import Engine, SamplingParams
 from outrider.device import OutriderError
 from outrider.errors import CheckpointError
 from outrider.model import MediaProcessor
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import IMAGE, SHAPE, picture, write_eagle, write_vision_checkpoint
+from outrider_proof.checkpoints import IMAGE, picture, write_eagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import (
     byte_level_tokenizer,
@@ -32,6 +30,7 @@ from tiny_checkpoints import (
     write_checkpoint,
     write_dflash,
     write_eagle3,
+    write_mtp,
     write_peagle,
 )
 
@@ -53,26 +52,6 @@ def _eagle_bin(directory: Path) -> None:
     write_eagle(directory, fmt="bin")
 
 
-def _mtp(directory: Path) -> None:
-    write_eagle(directory)
-    state = load_file(directory / "model.safetensors")
-    hidden = 32
-    layer = {key.removeprefix("layers.0."): value for key, value in state.items() if key.startswith("layers.0.")}
-    layer["input_layernorm.weight"] = torch.ones(hidden)
-    layer |= {f"{name}.weight": torch.ones(hidden) for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
-    layer["input_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.3
-    heads = {f"model.mtp_layers.{index}.{key}": value.clone() for index in range(2) for key, value in layer.items()}
-    save_file(heads, directory / "model.safetensors")
-    _edit(directory / "config.json", lambda config: config.update(num_nextn_predict_layers=2))
-
-
-def _write_other(directory: Path, family: str, **fields: int) -> None:
-    torch.manual_seed(0)
-    shape = SHAPE if family != "gpt2" else {key: SHAPE[key] for key in SHAPE if key != "num_key_value_heads"}
-    config = CONFIG_MAPPING[family](**shape, **fields)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-
-
 def _edit(path: Path, change: Callable[[Any], object]) -> None:
     value = json.loads(path.read_text(encoding="utf-8"))
     change(value)
@@ -91,14 +70,14 @@ KINDS: Mapping[str, Kind] = {
     "eagle3": Kind(write_eagle3, "eagle3"),
     "peagle": Kind(write_peagle, "peagle"),
     "dflash": Kind(write_dflash, "dflash"),
-    "mtp": Kind(_mtp, "mtp"),
+    "mtp": Kind(write_mtp, "mtp"),
     "qwen2_vl": Kind(lambda path: write_vision_checkpoint(path, "qwen2_vl"), vision=True),
     "qwen2_5_vl": Kind(lambda path: write_vision_checkpoint(path, "qwen2_5_vl"), vision=True),
     "qwen3_vl_moe": Kind(lambda path: write_vision_checkpoint(path, "qwen3_vl_moe"), vision=True),
     "qwen3_5": Kind(lambda path: write_vision_checkpoint(path, "qwen3_5"), vision=True),
     "door": Kind(lambda path: write_checkpoint(path, "mistral-window"), door=True),
-    "door-gpt2": Kind(lambda path: _write_other(path, "gpt2"), door=True),
-    "door-experts": Kind(lambda path: _write_other(path, "mixtral", num_local_experts=4), door=True),
+    "door-gpt2": Kind(lambda path: write_checkpoint(path, "gpt2"), door=True),
+    "door-experts": Kind(lambda path: write_checkpoint(path, "mixtral"), door=True),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model.cached_checkpoints import write_scales
 from model.harness import Driver
@@ -21,7 +20,7 @@ from outrider.errors import CheckpointError
 from outrider.model import load_decoder
 from outrider.model.layers.inputs import KeptRows
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import SHAPE, write_eagle
+from outrider_proof.checkpoints import write_eagle
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import write_checkpoint, write_dflash, write_eagle3, write_mtp, write_peagle
 
@@ -371,10 +370,7 @@ def test_longrope_on_both_sides_of_the_original_context(tmp_path, original):
 def test_ministral3_scales_queries_beyond_the_original_context(tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 4}
     rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.9}
-    torch.manual_seed(3)
-    config = CONFIG_MAPPING["ministral3"](**SHAPE, head_dim=8, rope_parameters=rope)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.save_pretrained(tmp_path)
+    model = write_checkpoint(tmp_path, "ministral3", seed=3, head_dim=8, rope_parameters=rope)
     check(tmp_path, model)
     rewrite(tmp_path, lambda state: None, rope_parameters=rope | {"llama_4_scaling_beta": 0.0})
     assert tokens_of(engine_of(tmp_path)) != oracle(model), "the factors make no difference"

@@ -2,51 +2,20 @@
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model.harness import Driver
 from model.test_decoder import PROMPT, expect
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import load_through_transformers
-from outrider_proof.checkpoints import SHAPE
-from tiny_checkpoints import write_checkpoint
-
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-OTHERS = {
-    "gemma": {"head_dim": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
-    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
-    "cohere": {"logit_scale": 0.5},
-    "olmo2": {},
-    "phi3": {"pad_token_id": 0},
-    "starcoder2": {"sliding_window": 5},
-    "gpt_neox": {},
-    "gpt2": {},
-    "mixtral": EXPERTS,
-    "qwen3_moe": EXPERTS,
-    "smollm3": {"pad_token_id": 0},
-    "glm": {"head_dim": 8, "pad_token_id": 0},
-}
-
-
-def write(directory, family, **overrides):
-    fields = SHAPE | OTHERS.get(family, {}) | overrides
-    if family in ("gpt_neox", "gpt2"):  # they have as many keys as queries, and no such field
-        del fields["num_key_value_heads"]
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(directory)
-    return model.eval()
+from tiny_checkpoints import OTHER_FAMILIES, write_checkpoint
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", [*OTHER_FAMILIES, "mixtral", "qwen3_moe"])
 def test_as_transformers(tmp_path, backend, family):
-    reference = write(tmp_path, family)
+    reference = write_checkpoint(tmp_path, family)
     decoder = load_through_transformers(tmp_path, backend=backend, dtype=torch.float32)
     assert not decoder.native
     driver = Driver(decoder)
@@ -59,7 +28,7 @@ def test_as_transformers(tmp_path, backend, family):
 
 
 def test_batches_and_captured_states(tmp_path, backend):
-    reference = write(tmp_path, "gemma3_text")
+    reference = write_checkpoint(tmp_path, "gemma3_text")
     driver = Driver(load_through_transformers(tmp_path, backend=backend, dtype=torch.float32))
     first, second = driver.sequence(), driver.sequence()
     driver.logits([(first, PROMPT[:5])])
@@ -99,14 +68,14 @@ def test_native_families_pass_the_door_too(tmp_path, backend):
     ],
 )
 def test_what_does_not_pass(tmp_path, backend, family, overrides, message):
-    write(tmp_path, family, **overrides)
+    write_checkpoint(tmp_path, family, **overrides)
     with pytest.raises(CheckpointError, match=message):
         load_through_transformers(tmp_path, backend=backend, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_incomplete(tmp_path, backend, key):
-    write(tmp_path, "olmo2")
+    write_checkpoint(tmp_path, "olmo2")
     path = tmp_path / "model.safetensors"
     state = load_file(path)
     tensor = state.pop(key)
@@ -123,7 +92,7 @@ def test_incomplete(tmp_path, backend, key):
 
 def test_the_check_at_load_sees_a_wrong_attention(tmp_path, backend, monkeypatch):
     """What the paged attention computes is compared, so a kernel that differs doesn't pass."""
-    write(tmp_path, "granite")
+    write_checkpoint(tmp_path, "granite")
     right = type(backend.kernels).paged_attention
     monkeypatch.setattr(type(backend.kernels), "paged_attention", lambda *args, **kwargs: right(*args, **kwargs) * 1.1)
     with pytest.raises(CheckpointError, match="its logits through the paged cache differ"):

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +12,12 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.device import DeviceError
 from outrider.engine.config import Choice as Chosen
-from outrider.engine.config import DecidedConfig, EngineConfig
+from outrider.engine.config import DecidedConfig
 from outrider.engine.guides.guides import GUIDES, ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.ranks import records
-from outrider.engine.ranks.processes import RankWork
-from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import DecisionRecord, RecordError, decode, decode_call, encode, encode_call
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.sampling import TokenLogprobs
-from outrider.engine.setup.loading import LoadingArguments
 from outrider.model import Media, MediaGrid
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
@@ -148,20 +144,6 @@ def test_configs_come_back_with_their_class():
         chosen=(Chosen("buckets", (1, 2), "so"), Chosen("kv_memory", math.inf, "so"), Chosen("mode", None, "")),
     )
     assert exact(decode(encode(made, DecidedConfig), DecidedConfig)) == exact(made)
-    for config in (None, EngineConfig(kv_memory=0.1), made):
-        loading = LoadingArguments(
-            draft_dir=Path("a"), speculate="none", config=config, through_transformers=False, trust_remote_code=False
-        )
-        work = RankWork(
-            rank=1,
-            parallel=ParallelConfig(tensor=2),
-            port=1,
-            backend="b",
-            has_device_numbers=False,
-            model_dir=Path("/m"),
-            loading=loading,
-        )
-        assert exact(decode(encode(work, RankWork), RankWork)) == exact(work)
 
 
 def changed(text, change):

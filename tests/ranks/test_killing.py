@@ -65,7 +65,7 @@ def test_a_rank_that_is_lost_before_it_has_joined_ends_the_start_of_an_engine(nu
             self.send_signal(number)
             started.append(time.monotonic())
 
-    monkeypatch.setattr("outrider.engine.ranks.processes.subprocess.Popen", Lost)
+    monkeypatch.setattr("outrider.registry.children.subprocess.Popen", Lost)
     with pytest.raises(RanksFailed, match=r"rank 1 (was ended by SIGKILL|hangs: a signal has stopped its process)"):
         engine_and_its_rank()
     assert time.monotonic() - started[0] < limit_s()

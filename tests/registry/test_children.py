@@ -1,6 +1,6 @@
 """Children end with their parent."""
 
-import multiprocessing
+import functools
 import os
 import signal
 import subprocess
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from outrider.registry.children import child_session, ignore_interruptions, interruptions_blocked_in_children
+from outrider.registry.children import child_session, start_call
 from processes import alive, gone
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
@@ -33,12 +33,11 @@ def test_leaving_the_scope_ends_children_of_the_child_too():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_told_to_end_by_its_parent_is_deaf_from_its_first_moment(number):
     """Ctrl-C comes to it while it still imports what it will run; afterwards it may ignore what has come."""
-    process = multiprocessing.get_context("spawn").Process(target=ignore_interruptions)
-    with interruptions_blocked_in_children():
-        process.start()
-        os.kill(process.pid, number)
-    process.join(60)
-    assert process.exitcode == 0
+    answer = f"print(signal.getsignal({number:d}).name, signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)"
+    with start_call(functools.partial(exec, answer), stdout=subprocess.PIPE) as child:
+        os.kill(child.pid, number)
+        assert child.stdout.readline() == b"SIG_IGN set()\n"
+        assert child.wait(60) == 0
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
@@ -56,3 +55,15 @@ def test_a_parent_that_is_killed_takes_its_child_along():
         assert alive(pid)
         parent.kill()
     assert gone(pid, seconds=2)
+
+
+def test_a_call_ends_with_the_process_that_started_it():
+    outer = (
+        "import functools, time; from outrider.registry.children import start_call\n"
+        "print(start_call(functools.partial(time.sleep, 100)).pid, flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE) as parent:
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    assert gone(pid, seconds=10)

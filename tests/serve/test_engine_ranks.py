@@ -53,7 +53,7 @@ def test_two_ranks_give_the_tokens_of_one_and_end_together():
         client = EngineProcess(make(), tensor=2)
         await client.start()
         try:
-            pids = [client.pid, *(process.pid for process in client._followers)]
+            pids = [client.pid, *(process.pid for process in client._followers.processes)]
             assert len(pids) == 2
             found = await tokens_of(client)
         finally:
@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_takes_the_engine_with_it(victim):
         client = EngineProcess(make(), tensor=2)
         await client.start()
         try:
-            pids = [client.pid, client._followers[0].pid]
+            pids = [client.pid, client._followers.processes[0].pid]
             reading = asyncio.ensure_future(tokens_of(client))
             os.kill(pids[victim], signal.SIGKILL)
             with pytest.raises(EngineGone):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from outrider.device.errors import OutriderError
-from outrider.registry.children import child_session, end_with_parent, kill_session
+from outrider.registry.children import JsonLines, child_session, end_with_parent, kill_session
 from outrider_sanitizer.scratch_files import scratch_directory
 
 _LAST_LINES = 6
@@ -103,7 +102,8 @@ class ChildSession:
         self.about: Mapping[str, Any] = {}
         self._child = child
         self._errors = errors
-        self._buffer = b""
+        assert child.stdout is not None
+        self._answers = JsonLines(child.stdout.fileno())
 
     def ask(self, request: Mapping[str, object], *, limit_s: float) -> dict[str, Any]:
         """Send a request and return the answer. Raises :class:`ChildFailed` if the run or the child fails."""
@@ -121,22 +121,14 @@ class ChildSession:
         """Return the next answer line of the child. Raises :class:`ChildFailed` if no line arrives within ``limit_s``
         seconds.
         """
-        assert self._child.stdout is not None
-        deadline = time.monotonic() + limit_s
-        file = self._child.stdout.fileno()
-        while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([file], [], [], left)[0]:
-                # A late answer would be taken for that of the next run, and the other engines need the device.
-                kill_session(self._child)
-                self._child.wait()
-                raise ChildFailed(f"{self.module} didn't answer within {limit_s:g} s; it was ended")
-            more = os.read(file, 1 << 16)
-            if not more:
-                self._fail()
-            self._buffer += more
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
+        found = self._answers.read_line(limit_s)
+        if found is None:
+            # A late answer would be taken for that of the next run, and the other engines need the device.
+            kill_session(self._child)
+            self._child.wait()
+            raise ChildFailed(f"{self.module} didn't answer within {limit_s:g} s; it was ended")
+        if not found:
+            self._fail()
         if "failed" in found:
             raise ChildFailed(str(found["failed"]))
         return found

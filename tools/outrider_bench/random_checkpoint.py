@@ -115,7 +115,7 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
     from outrider.model.heads.eagle_loading import eagle_targets
 
     config = shape_config(shape)
-    head = replace(_head_config(config), num_layers=1, windows=(0,))
+    head = eagle_head_config(config)
     target, draft = root / "target", root / "draft"
     total = 0
     for directory, model, pieces in (
@@ -192,7 +192,7 @@ def _put(file: IO[bytes], block: memoryview, size: int) -> None:
 # -- configs -----------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = None) -> dict[str, object]:
+def checkpoint_config(config: ModelConfig, *, dtype: str) -> dict[str, object]:
     """Return the ``config.json`` of a checkpoint of this shape, as transformers reads it."""
     rope = config.rope
     parameters: dict[str, object] = {"rope_type": "default", "rope_theta": rope.theta}
@@ -222,7 +222,7 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": layers or config.num_layers,
+        "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_size,
@@ -308,26 +308,28 @@ def write_configs(
 ) -> tuple[Path, Path]:
     """Write the configs of a target and of an EAGLE draft below ``root``, without weights; return their directories.
 
-    The draft is a Llama layer for any target, as in published EAGLE heads. ``quantize`` names the weight format that the
-    configs declare; ``quantize_head``: also for the output head.
+    ``quantize`` names the weight format that the configs declare; ``quantize_head``: also for the output head.
     """
     from outrider.model.config.shapes import shape_config
 
     config = shape_config(shape)
     target, draft = root / "target", root / "draft"
-    for directory, model, layers in ((target, config, None), (draft, _head_config(config), 1)):
+    for directory, model in ((target, config), (draft, eagle_head_config(config))):
         directory.mkdir(parents=True, exist_ok=True)
-        content = checkpoint_config(model, dtype=dtype, layers=layers)
+        content = checkpoint_config(model, dtype=dtype)
         if quantize is not None:
             content["quantization_config"] = compressed_tensors(quantize, head=quantize_head)
         (directory / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return target, draft
 
 
-def _head_config(config: ModelConfig) -> ModelConfig:
+def eagle_head_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of an EAGLE head for a target with ``config``: one Llama layer, as in published heads."""
     return replace(
         config,
         family="llama",
+        num_layers=1,
+        windows=(0,),
         qk_norm=False,
         attention_bias=False,
         attention_gate=False,

@@ -26,6 +26,7 @@ from outrider.model.heads.mtp import HEAD_NAME, MtpHead, chained_head_config, ch
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import ModelRanks, Shards, or_single_rank
 from outrider.model.quantization.cache import cache_format, resolve_cache_format
+from outrider_bench.random_checkpoint import eagle_head_config
 
 _SEEDS_PER_RANK = 1000
 """Distance between the seeds of two ranks."""
@@ -103,11 +104,9 @@ def random_eagle(
 ) -> EagleHead:
     """Return an EAGLE head of one layer for ``target``, in the published form.
 
-    That is a Llama layer for any target, without a norm before its attention and without an embedding. ``whole``: the config
-    of a target that several ranks share.
+    It has no norm before its attention and no embedding. ``whole``: the config of a target that several ranks share.
     """
-    whole, shards = whole or target.config, target.shards
-    whole = replace(whole, num_layers=1, windows=(0,), experts=None, qk_norm=False, attention_bias=False)
+    whole, shards = eagle_head_config(whole or target.config), target.shards
     config = shards.local(whole, whole.family)
     with loading_stream(backend, target.dtype):
         targets = eagle_targets(whole, (), shards)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.device import BackendLoadError
 
 if TYPE_CHECKING:
-    from outrider_vllm.triton_launches import TritonLaunches
+    from outrider_vllm.interpreted_launches import InterpretedLaunches
 
 
 VLLM_VERSION = "0.33.0"
@@ -19,10 +19,10 @@ VLLM_VERSION = "0.33.0"
 class _InstallState:
     """The state of this process: vLLM and Triton can be changed only once in a process."""
 
-    launches: TritonLaunches | None = None
+    launches: InterpretedLaunches | None = None
 
 
-def install() -> TritonLaunches:
+def install() -> InterpretedLaunches:
     """Install the simulated device in vLLM: Triton's interpreter, the names of `torch.cuda` and the platform. Idempotent.
 
     A backend `sim` must exist. Raises `BackendLoadError` if vLLM or Triton has been imported, or if vLLM has another
@@ -55,7 +55,7 @@ def install() -> TritonLaunches:
     return _InstallState.launches
 
 
-def install_triton() -> TritonLaunches:
+def install_triton() -> InterpretedLaunches:
     """Make each Triton launch of this process an operation of the simulated device.
 
     Call it before Triton is imported, with `TRITON_INTERPRET` set. Returns the object that runs the kernels.
@@ -64,9 +64,9 @@ def install_triton() -> TritonLaunches:
     from triton.backends import backends
     from triton.runtime import interpreter
 
-    from outrider_vllm.triton_launches import TritonLaunches
+    from outrider_vllm.interpreted_launches import InterpretedLaunches
 
-    launches = TritonLaunches(interpreter.GridExecutor, interpreter.interpreter_builder)
+    launches = InterpretedLaunches(interpreter.GridExecutor, interpreter.interpreter_builder)
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         launches.queue_launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)

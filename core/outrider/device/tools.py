@@ -56,6 +56,23 @@ class Access:
     born: int = -1
     contested: bool = False
 
+    @classmethod
+    def of_tensor(
+        cls, tensor: Tensor, storage: int, write: bool, argument: str, by_rows: bool = False, born: int = -1, base: int = 0
+    ) -> Access:
+        """Return the access to all elements of ``tensor`` in the memory ``storage``, strided if the tensor has holes.
+
+        ``base``: byte offset in that memory at which the tensor's own storage begins.
+        """
+        size = tensor.element_size()
+        low = base + int(tensor.storage_offset()) * size
+        if tensor.is_contiguous():
+            return cls(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
+        shape = tuple(int(n) for n in tensor.shape)
+        stride = tuple(int(s) * size for s in tensor.stride())
+        span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
+        return cls(storage, low, low + span, write, shape, stride, argument, by_rows, born)
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:

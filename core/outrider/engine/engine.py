@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -216,9 +217,10 @@ class Engine:
         **callbacks: Any,
     ) -> Engine:
         """Start the other ranks as processes of this host and build the engine of the first rank."""
-        processes = start_ranks(backend, parallel, model_dir, loading, given=ranks, builders=builders)
+        load_engine = partial(cls.from_checkpoint, model_dir.resolve(), **loading.arguments())
+        processes = start_ranks(backend, parallel, load_engine, given=ranks, builders=builders)
         try:
-            engine = cls.from_checkpoint(model_dir, backend, ranks=processes.ranks, **callbacks, **loading.arguments())
+            engine = load_engine(backend=backend, ranks=processes.ranks, **callbacks)
         except BaseException:
             processes.close()
             raise

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 
@@ -65,22 +69,67 @@ def child_session(
         yield child
 
 
-@contextmanager
-def interruptions_blocked_in_children() -> Generator[None]:
-    """Block SIGINT and SIGTERM in ``multiprocessing`` processes that start in the scope, until they call
-    :func:`ignore_interruptions`.
+_CALL_CODE = (
+    "import os, sys; from multiprocessing.connection import Connection; pipe = Connection(os.dup(0), writable=False); "
+    "sys.path[:] = pipe.recv(); pipe.recv()()"
+)
 
-    A terminal sends these signals to the whole process group, but the parent has to end such a child itself. The scope
-    blocks the signals in this process too, so it should be short.
+
+def start_call(
+    call: Callable[[], object], *, stdout: int | None = None, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a child process that runs ``call``, a function that ``multiprocessing`` can send.
+
+    The child ends once this process has ended. A process of ``multiprocessing`` would import this process's main module.
+
+    A terminal sends SIGINT and SIGTERM to the whole process group. The child ignores both from its first moment, since its
+    parent has to end it. ``stdout`` and ``pass_fds`` are arguments of :class:`subprocess.Popen`.
     """
-    from multiprocessing import resource_tracker
+    from multiprocessing.connection import Connection
 
-    resource_tracker.ensure_running()  # its start would unblock the signals
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)  # the child inherits the mask
     try:
-        yield
+        command = [sys.executable, "-c", _CALL_CODE]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, pass_fds=pass_fds)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    assert child.stdin is not None
+    with suppress(BrokenPipeError), Connection(os.dup(child.stdin.fileno()), readable=False) as pipe:
+        pipe.send(list(map(str, sys.path)))
+        pipe.send(partial(_run_call, call))
+    return child
+
+
+def _run_call(call: Callable[[], object]) -> None:
+    """Run the function of :func:`start_call` in the child process."""
+    ignore_interruptions()
+    end_with_pipe(0)
+    call()
+
+
+class JsonLines:
+    """A reader of the JSON lines that a child process writes, with a time limit for each line."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._buffer = b""
+
+    def read_line(self, limit_s: float) -> dict[str, Any] | None:
+        """Return the next line; an empty object at the end of the file, or None after ``limit_s`` seconds."""
+        end = time.monotonic() + limit_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._descriptor, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                remaining_s = end - time.monotonic()
+                if remaining_s <= 0 or not selector.select(remaining_s):
+                    return None
+                data = os.read(self._descriptor, 65536)
+                if not data:
+                    return {}
+                self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        parsed: dict[str, Any] = json.loads(line)
+        return parsed
 
 
 def ignore_interruptions() -> None:
@@ -104,3 +153,14 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_pipe(descriptor: int) -> None:
+    """End this process once the other end of the pipe at ``descriptor`` is closed: the starter has ended."""
+
+    def wait() -> None:
+        while os.read(descriptor, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="outrider-starter", daemon=True).start()

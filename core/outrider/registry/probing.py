@@ -12,12 +12,10 @@ import importlib.machinery
 import importlib.metadata
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ from typing import Any
 
 import pluggy
 
-from outrider.registry.children import child_session, end_with_parent
+from outrider.registry.children import JsonLines, child_session, end_with_parent
 
 LIMIT_S = 10.0
 """Time limit for loading one plugin and calling its describing hook, in seconds."""
@@ -178,9 +176,9 @@ def _run_child(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> 
             with suppress(BrokenPipeError):
                 child.stdin.write(work.encode())
                 child.stdin.close()
-            lines = _JsonLines(child.stdout.fileno())
+            lines = JsonLines(child.stdout.fileno())
             while True:
-                line = lines.next(limit_s)
+                line = lines.read_line(limit_s)
                 if line is None:
                     return [*verdicts, ProbeVerdict(harm=f"it wasn't loaded within {limit_s:g} s")]
                 if not line:
@@ -192,31 +190,6 @@ def _run_child(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> 
     except OSError as error:
         harm = f"no child process could be started to try it in: {error.strerror or error}"
         return [*verdicts, *[ProbeVerdict(harm=harm)] * (len(plugins) - len(verdicts))]
-
-
-class _JsonLines:
-    """A reader of JSON lines from a file descriptor, with a time limit for each line."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._buffer = b""
-
-    def next(self, limit_s: float) -> dict[str, Any] | None:
-        """Return the next line; an empty object at the end of the file, None after ``limit_s`` seconds."""
-        end = time.monotonic() + limit_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._descriptor, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                remaining_s = end - time.monotonic()
-                if remaining_s <= 0 or not selector.select(remaining_s):
-                    return None
-                data = os.read(self._descriptor, 65536)
-                if not data:
-                    return {}
-                self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        parsed: dict[str, Any] = json.loads(line)
-        return parsed
 
 
 def _describe_exit(code: int) -> str:

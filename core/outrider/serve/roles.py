@@ -21,7 +21,6 @@ from outrider.cli.options.rank_processes import (
     RankPlacement,
     TensorParallelOption,
     check_expert_parallel,
-    create_rank_store,
     follow_first_rank,
     start_followers,
 )
@@ -152,11 +151,12 @@ def _first_rank(load_engine: Callable[..., Engine], roles: RoleOptions) -> Gener
     if world == 1:
         yield load_engine()
         return
+    from outrider.engine.ranks.processes import create_rank_store
+
     store = create_rank_store()
     follow = functools.partial(_follow, load_engine, roles.transport, tensor, expert)
     with ExitStack() as stack:
-        for process in start_followers(follow, world=world, port=store.port):
-            stack.callback(_end_child, process)
+        stack.callback(start_followers(follow, world=world, port=store.port).wait_or_kill, _RANK_EXIT_S)
         placement = RankPlacement.of_child(0, world=world, port=store.port)
         joined = stack.enter_context(Joined(tensor, data, placement, expert=expert))
         engine = load_engine(joined=joined)
@@ -177,13 +177,6 @@ def _follow(load_engine: Callable[..., Engine], transport: str, tensor: int, exp
             pages.close()
 
     follow_first_rank(load_engine, tensor, expert, placement, follow)
-
-
-def _end_child(process: Any) -> None:
-    process.join(_RANK_EXIT_S)
-    if process.is_alive():
-        process.kill()
-        process.join()
 
 
 def check_address(listen: PeerAddress, secret_file: Path | None) -> bytes:

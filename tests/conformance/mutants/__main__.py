@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
-import json
 import os
 import sys
 from pathlib import Path
 
 _SOUND = 20.0
 """Factor of the time limits of a sound backend, which never hangs: a limit could only convict a machine that is busy."""
-
-
-class Record:
-    """Outcomes by name, in a file of lines of JSON, if one is named."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        self._known: dict = {}
-        for line in lines:
-            entry = json.loads(line)
-            self._known[entry.pop("broken"), entry.pop("name")] = entry
-
-    def forget(self, wrong) -> None:
-        """Drop those for which `wrong(key, outcome)`: they're run again."""
-        self._known = {key: entry for key, entry in self._known.items() if not wrong(key, self._outcome(entry))}
-
-    def _outcome(self, entry):
-        from conformance.mutants.harness import Outcome
-
-        return Outcome(**{**entry, "failed": tuple(map(tuple, entry["failed"]))})
-
-    def completed(self, jobs, run):
-        """Every job's outcome: known, or run now and noted."""
-        for key, _ in jobs:
-            if key in self._known:
-                yield key, self._outcome(self._known[key])
-        for key, outcome in run([job for job in jobs if job[0] not in self._known]):
-            if self._path is not None:
-                entry = {**dataclasses.asdict(outcome), "output": "", "broken": key[0], "name": key[1]}
-                with self._path.open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
-            yield key, outcome
 
 
 def main() -> int:
@@ -62,21 +27,19 @@ def main() -> int:
     )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-    # Everything heavy is imported once, before the processes part.
-    import outrider_sanitizer.observation.sanitizer  # noqa: F401
     from conformance.mutants import harness, table
 
     harness.warm_up()
     if options.kill:
         return _kill(options.kill, options.jobs)
-    record = Record(options.record)
+    record = harness.Record(options.record)
     broken = {} if options.no_broken else {n: m for n, m in table.mutants().items() if options.only in n}
     legal = {} if options.no_legal else {n: m for n, m in table.legals().items() if options.only in n}
     record.forget(lambda key, outcome: _wrong(key, outcome, broken, legal))
     jobs = [((True, name), (m.base, m.apply, m.level, m.tests, True)) for name, m in broken.items()]
     jobs += [((False, name), (one.base, one.apply, one.level, (), True, 0, "", _SOUND)) for name, one in legal.items()]
     results, lived, wrong = {}, {}, 0
-    for (is_broken, name), outcome in record.completed(jobs, lambda missing: harness.run_all(missing, options.jobs)):
+    for (is_broken, name), outcome in record.completed(jobs, options.jobs):
         (results if is_broken else lived)[name] = outcome
         bad = _wrong((is_broken, name), outcome, broken, legal)
         wrong += bad

@@ -8,23 +8,20 @@ import io
 import json
 import os
 import re
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from conformance.mutants.bases import BASES
-from processes import run_concurrently
+from forks import RAISED, Fork, run_concurrently
 
 PATIENCE = 8.0  # for one test: what hangs, hangs
 LONGEST = 180.0  # for a process
-_UNMADE = 70  # exit code of a process whose plugin can't be made
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,33 @@ class Outcome:
     def level(self) -> int | None:
         """The first level that failed."""
         return min((level for _, level, _ in self.failed), default=None)
+
+
+class Record:
+    """Outcomes by key, in a file of lines of JSON, if one is named."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._known = {tuple(key): _outcome_of(fields) for key, fields in map(json.loads, lines)}
+
+    def forget(self, wrong) -> None:
+        """Drop those for which `wrong(key, outcome)`: they're run again."""
+        self._known = {key: outcome for key, outcome in self._known.items() if not wrong(key, outcome)}
+
+    def completed(self, jobs, *limits) -> Iterator:
+        """Every job's outcome: known, or run now by `run_all` and noted."""
+        yield from ((key, self._known[key]) for key, _ in jobs if key in self._known)
+        for key, outcome in run_all([job for job in jobs if job[0] not in self._known], *limits):
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps([key, asdict(replace(outcome, output=""))]) + "\n")
+            yield key, outcome
+
+
+def _outcome_of(fields) -> Outcome:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return Outcome(**fields | lists | {"failed": tuple(map(tuple, fields["failed"]))})
 
 
 class _Watch:
@@ -117,6 +141,8 @@ def warm_up() -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    import outrider_sanitizer.observation.sanitizer  # noqa: F401
+
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             func(*args, **{**(kwargs or {}), "device": torch.device("meta")})
@@ -134,38 +160,30 @@ def warm_up() -> None:
 
 
 class _Process:
-    """One fork, and what it leaves behind."""
+    """A fork that runs the suite on one mutant in a directory of its own."""
 
     def __init__(self, base, apply, level, tests, first, seed=0, near="", patience=1.0) -> None:
         self._longest = LONGEST * patience
         self._scratch = tempfile.TemporaryDirectory(prefix="outrider-mutant-")
         place = Path(self._scratch.name)
-        self._journal, self._output = place / "journal", place / "output"
-        self._start = time.perf_counter()
-        self._pid = os.fork()
-        if self._pid == 0:
-            _child(base, apply, level, tests, first, self._journal, self._output, place, seed, near, patience)
+        self._output = place / "output"
+        self._fork = Fork(partial(_run_suite, base, apply, level, tests, first, place, seed, near, patience), self._output)
 
     def outcome(self) -> Outcome | None:
         """None while it runs."""
-        done, status = os.waitpid(self._pid, os.WNOHANG)
-        seconds = time.perf_counter() - self._start
-        broke = ""
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            if code == _UNMADE:
-                raise RuntimeError(f"a broken plugin can't be made:\n{self._output.read_text(errors='replace')[-2000:]}")
-            broke = f"the process ended with {code}" if code else ""
-        elif seconds > self._longest:
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-            broke = "the process hung"
-        else:
-            return None
-        lines = self._journal.read_text().splitlines() if self._journal.exists() else []
+        code = self._fork.exit_code()
+        seconds = time.monotonic() - self._fork.began
         text = self._output.read_text(errors="replace") if self._output.exists() else ""
+        if code == RAISED:
+            raise RuntimeError(f"a broken plugin can't be made:\n{text[-2000:]}")
+        broke = f"the process ended with {code}" if code else ""
+        if code is None:
+            if seconds <= self._longest:
+                return None
+            self._fork.kill()
+            broke = "the process hung"
         self._scratch.cleanup()
-        return _read([json.loads(line) for line in lines], seconds, broke, text)
+        return _read([json.loads(line) for line in self._fork.lines], seconds, broke, text)
 
 
 def _read(entries, seconds, broke, text) -> Outcome:
@@ -184,48 +202,22 @@ def _read(entries, seconds, broke, text) -> Outcome:
     return Outcome(tuple(failed), len(ran), len(verdicts) - len(ran), seconds, broke, reached, promises, causes, text)
 
 
-def _child(base, apply, level, tests, first, journal, output, scratch, seed, near, patience):
-    code = _UNMADE
-    try:
-        fd = os.open(output, os.O_WRONLY | os.O_CREAT)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        watch = _Watch(None, os.open(journal, os.O_WRONLY | os.O_CREAT), near)
-        made = BASES[base]()
-        apply(made)
-        watch._base = made
-        (scratch / "pytest.ini").write_text("[pytest]\naddopts =\n")
-        os.chdir(scratch)
-        chosen = [f"outrider_conformance.suite.{test}" for test in tests]
-        arguments = [
-            "--rootdir",
-            str(scratch),
-            "-c",
-            str(scratch / "pytest.ini"),
-            "-p",
-            "no:cacheprovider",
-            "-q",
-            "--tb=line",
-        ]
-        arguments += ["-p", "outrider_conformance.plugin", "--backend", made.spec, "--level", f"L{level}"]
-        arguments += [
-            "--kit-timeout",
-            str(patience * PATIENCE * (1 if level < 4 else 5)),
-            *([f"--maxfail={int(first)}"] if first else []),
-        ]
-        arguments += ["--kit-seed", str(seed), "--pyargs", *(chosen or ["outrider_conformance"])]
-        code = 0 if int(pytest.main(arguments, plugins=[watch])) in (0, 1) else 71
-        from conformance.mutants.generated import REACHED
+def _run_suite(base, apply, level, tests, first, scratch, seed, near, patience, writer):
+    """Run the suite on the mutant, and return the exit code of the process."""
+    watch = _Watch(None, writer, near)
+    made = BASES[base]()
+    apply(made)
+    watch._base = made
+    (scratch / "pytest.ini").write_text("[pytest]\naddopts =\n")
+    os.chdir(scratch)
+    chosen = [f"outrider_conformance.suite.{test}" for test in tests]
+    arguments = ["--rootdir", str(scratch), "-c", str(scratch / "pytest.ini"), "-p", "no:cacheprovider", "-q", "--tb=line"]
+    arguments += ["-p", "outrider_conformance.plugin", "--backend", made.spec, "--level", f"L{level}"]
+    arguments += ["--kit-timeout", str(patience * PATIENCE * (1 if level < 4 else 5))]
+    arguments += [f"--maxfail={int(first)}"] if first else []
+    arguments += ["--kit-seed", str(seed), "--pyargs", *(chosen or ["outrider_conformance"])]
+    code = 0 if int(pytest.main(arguments, plugins=[watch])) in (0, 1) else 71
+    from conformance.mutants.generated import REACHED
 
-        watch.note({"reached": bool(REACHED)})
-    except BaseException as error:
-        with contextlib.suppress(BaseException):
-            print(f"the mutant couldn't be made: {error!r}", flush=True)
-            import traceback
-
-            traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    watch.note({"reached": bool(REACHED)})
+    return code

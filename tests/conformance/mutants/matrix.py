@@ -39,11 +39,11 @@ def main() -> int:
     )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-    import outrider_sanitizer.observation.sanitizer  # noqa: F401  (heavy imports once, before the processes part)
-    from conformance.mutants import generated, harness
+    from conformance.mutants import generated, harness, table
 
-    table = generated.mutants()
-    chosen = {n: m for n, m in table.items() if options.only in f"{m.kind} {n}"}
+    harness.warm_up()
+    mutants = generated.mutants()
+    chosen = {n: m for n, m in mutants.items() if options.only in f"{m.kind} {n}"}
     if options.without:
         chosen = {name: one for name, one in chosen.items() if options.without not in f"{one.kind} {name}"}
     known = read() if options.known else {}
@@ -53,43 +53,25 @@ def main() -> int:
         chosen = {name: one for name, one in chosen.items() if "from the" not in one.fault}
         options.seeds = 1
     chosen = dict(list(chosen.items())[:: options.every])
-    outcomes = _recorded(options.record, chosen, options.seeds)
+    outcomes: dict = {name: {} for name in chosen}
     jobs = [
         ((name, seed), (one.base, one.apply, one.level, _tests(one, known), True, seed, one.near))
         for seed in range(options.seeds)
         for name, one in chosen.items()
-        if str(seed) not in outcomes[name]
     ]
-    if jobs:
-        harness.warm_up()
-    for (name, seed), outcome in harness.run_all(jobs, options.jobs, options.seconds):
+    for (name, seed), outcome in harness.Record(options.record).completed(jobs, options.jobs, options.seconds):
         outcomes[name][str(seed)] = entry = _entry(outcome)
-        if options.record is not None:
-            with options.record.open("a") as file:
-                file.write(json.dumps([name, seed, entry]) + "\n")
         print(f"{_word(entry):<9} {seed} {chosen[name].kind} | {name} | {entry['by']} | {entry['seconds']} s", flush=True)
         if not outcome.ran or (outcome.broke and not outcome.failed):
             print(outcome.output[-1500:], flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(outcomes, indent=1, sort_keys=True), encoding="utf-8")
-    text = render(outcomes, table, options.seeds)
+    text = render(outcomes, mutants, options.seeds)
     if not options.known:
         print(text)
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.index(_BEGIN), page.index(_END) + len(_END)
-        PAGE.write_text(page[:before] + text + page[after:], encoding="utf-8")
+        table.write(text, _BEGIN, _END)
     return 1 if any(killed(found) != len(found) for name, found in outcomes.items() if not chosen[name].survives) else 0
-
-
-def _recorded(path, chosen, seeds):
-    """Outcomes by name and seed that the file has."""
-    outcomes: dict = {name: {} for name in chosen}
-    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
-    for name, seed, entry in map(json.loads, lines):
-        if name in outcomes and seed < seeds:
-            outcomes[name][str(seed)] = entry
-    return outcomes
 
 
 def _entry(outcome):

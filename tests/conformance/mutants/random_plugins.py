@@ -383,13 +383,12 @@ def outcomes(chosen: list[RandomPlugin], jobs_at_a_time: int, record: Path | Non
     A plugin that isn't named by its first failures is run again, at last whole, as a vendor runs it.
     """
     from conformance.mutants import harness
-    from conformance.mutants.__main__ import Record
 
     named = {one.name: one for one in chosen}
     for most in _MAX_FAILURES:
-        jobs = [((True, one.name), (one.base, one.apply, one.level, one.tests, most, 0, one.near)) for one in named.values()]
+        jobs = [((one.name,), (one.base, one.apply, one.level, one.tests, most, 0, one.near)) for one in named.values()]
         file = record and record.with_suffix(f".{most}")
-        for (_, name), outcome in Record(file).completed(jobs, lambda missing: harness.run_all(missing, jobs_at_a_time)):
+        for (name,), outcome in harness.Record(file).completed(jobs, jobs_at_a_time):
             if not most or not outcome.failed or named[name].is_named(outcome):
                 yield named.pop(name), outcome
 
@@ -404,7 +403,6 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="FILE", help="keep outcomes there; what it has isn't run again")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-    import outrider_sanitizer.observation.sanitizer  # noqa: F401  (heavy imports once, before the processes part)
     from conformance.mutants import harness
 
     harness.warm_up()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-from pathlib import Path
 
 from conformance.mutants import (
     faults_collectives,
@@ -86,9 +85,9 @@ def render(results, lived, when, seconds, cores):
     return "\n".join([*lines, "", _END])
 
 
-def write(text):
+def write(text, begin=_BEGIN, end=_END):
     page = PAGE.read_text(encoding="utf-8")
-    before, after = page.index(_BEGIN), page.index(_END) + len(_END)
+    before, after = page.index(begin), page.index(end) + len(end)
     PAGE.write_text(page[:before] + text + page[after:], encoding="utf-8")
 
 
@@ -105,7 +104,3 @@ def _torch():
     import torch
 
     return torch.__version__
-
-
-def suite() -> Path:
-    return ROOT / "core" / "outrider" / "conformance" / "suite"

@@ -646,7 +646,6 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-    import outrider_sanitizer.observation.sanitizer  # noqa: F401  (heavy imports once, before the processes part)
     from conformance.mutants import harness
 
     harness.warm_up()

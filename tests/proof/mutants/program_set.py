@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import pkgutil
-import select
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from unittest.mock import patch
 
+from forks import Fork, run_concurrently
 from outrider import SamplingParams
 from outrider.device import Graph, Stream
 from outrider.device.errors import DeviceFault, OutriderError
@@ -31,7 +29,6 @@ from outrider_proof.engine_setups import (
 )
 from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES
-from processes import run_concurrently
 from proof.mutants.line_tracer import Lines, lines_run
 from proof.mutants.mutation_sites import MutationSite, apply
 from proof.mutants.options import OPTIONED, judged
@@ -191,49 +188,30 @@ class Trial:
     def __init__(self, site: MutationSite, known: Sequence[ProgramBaseline], patience: float, most: int) -> None:
         self.site = site
         self.programs = [each for each in known if each.reaches(site)][:most]
-        self._patience, self._said, self._silent = patience, b"", False
-        self.began = self._heard = time.monotonic()
-        self.reader, writer = os.pipe()
-        self._child = os.fork()
-        if self._child == 0:
-            os.close(self.reader)
-            _child(site, self.programs, writer)
-        os.close(writer)
+        self._patience, self._code, self._hangs = patience, 0, False
+        self.fork = Fork(partial(_run_programs, site, self.programs))
 
     def outcome(self) -> Trial | None:
-        """Read the output of the child. Return this trial if the child has ended or hangs, else None."""
-        while select.select([self.reader], [], [], 0)[0]:
-            piece = os.read(self.reader, 4096)
-            if not piece:
-                return self
-            self._said, self._heard = self._said + piece, time.monotonic()
-        if _runs(self._child):  # runnable on a busy machine, too; SIGPROF limits its CPU time
-            self._heard = time.monotonic()
-        self._silent = time.monotonic() - self._heard > self._patience
-        return self if self._silent else None
+        """Return this trial if the child has ended or hangs, else None."""
+        code = self.fork.exit_code()
+        if code is not None:
+            self._code, self._hangs = code, code == -signal.SIGPROF  # the limit of its CPU time
+            return self
+        if not self.fork.is_silent(self._patience):
+            return None
+        self.fork.kill()
+        self._hangs = True
+        return self
 
     def result(self) -> tuple[str | None, str | None]:
         """Return (reason, program) of the detection after the child has ended; (None, None) if the mutant survived."""
-        os.close(self.reader)
-        if self._silent:
-            os.kill(self._child, signal.SIGKILL)
-        _, status = os.waitpid(self._child, 0)
-        *before, last = self._said.decode().splitlines() or [""]
-        if self._silent or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+        *before, last = self.fork.lines or [""]
+        if self._hangs:
             return "hang", last
         if last == "survived":
             return None, None
         _, tab, by = last.partition("\t")
         return (by, before[-1] if before else None) if tab else ("crash", last)
-
-
-def _runs(process: int) -> bool:
-    """Return True if a thread of the process is runnable according to /proc; False on systems without /proc."""
-    states = []
-    for status in Path(f"/proc/{process}/task").glob("*/stat"):
-        with suppress(OSError):  # a thread that has ended meanwhile
-            states.append(status.read_text().rpartition(") ")[2][:1])
-    return "R" in states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,11 +235,8 @@ def judge_all(sites: Sequence[MutationSite], known: Sequence[ProgramBaseline], l
         yield trial
 
 
-def _child(site: MutationSite, known: Sequence[ProgramBaseline], writer: int) -> None:
-    """Say the program before it begins, then what it showed; end without what other ends do."""
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
+def _run_programs(site: MutationSite, known: Sequence[ProgramBaseline], writer: int) -> int:
+    """Write the name of each program before it begins, and the result; return the exit code."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
         apply(import_module(site.module), site)
@@ -271,11 +246,8 @@ def _child(site: MutationSite, known: Sequence[ProgramBaseline], writer: int) ->
             error = each.judge()
             if error:
                 os.write(writer, f"by\t{error}\n".encode())
-                break
-        else:
-            os.write(writer, b"survived\n")
+                return 0
+        os.write(writer, b"survived\n")
     except BaseException as error:
         os.write(writer, f"by\t{type(error).__name__}\n".encode())
-    finally:
-        sys.stdout = sys.stderr = None
-        os._exit(0)
+    return 0

@@ -46,4 +46,4 @@ def _lines(out: Path | None) -> list[dict[str, Any]]:
 def _record(trial: Trial) -> dict[str, Any]:
     by, at = trial.result()
     more = {"name": trial.site.name, "class": class_of(trial.site), "programs": len(trial.programs)}
-    return asdict(trial.site) | more | {"by": by, "at": at, "seconds": round(time.monotonic() - trial.began, 2)}
+    return asdict(trial.site) | more | {"by": by, "at": at, "seconds": round(time.monotonic() - trial.fork.began, 2)}

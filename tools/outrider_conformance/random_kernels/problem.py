@@ -112,7 +112,7 @@ def paired_shapes(dimensions: Mapping[str, Dimension], count: int, dice: RandomV
         }
 
 
-def smallest_failing(
+def shrink_shape(
     fails: Callable[[Shape], Exception | None], shape: Shape, smallest: Shape, error: Exception
 ) -> tuple[Shape, Exception]:
     """Return ``shape``, whose check raised ``error``, with as many dimensions as possible set to those of ``smallest``, and

@@ -49,7 +49,7 @@ from outrider_conformance.random_kernels.problem import (
     Shape,
     boundary_shapes,
     paired_shapes,
-    smallest_failing,
+    shrink_shape,
     smallest_shape,
 )
 from outrider_conformance.random_kernels.recurrent import check_equal_bits
@@ -181,7 +181,7 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
         seed = lab.seed + number
         error = fails(shape)
         if error is not None:
-            raise smallest_failing(fails, shape, smallest_shape(drawn.corners), error)[1]
+            raise shrink_shape(fails, shape, smallest_shape(drawn.corners), error)[1]
 
 
 @promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")

@@ -123,14 +123,5 @@ def _key(storage: Any) -> int:
 
 
 def extent(tensor: Tensor, known: KnownStorage, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
-    """Return the access of a tensor: its bytes in the memory of ``known``, strided if they have holes. ``write``: a write,
-    else a read. ``by_rows``: data decides which of its rows are accessed.
-    """
-    size, storage = tensor.element_size(), known.number
-    low = known.base + int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return Access(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
-    shape = tuple(int(n) for n in tensor.shape)
-    stride = tuple(int(s) * size for s in tensor.stride())
-    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
-    return Access(storage, low, low + span, write, shape, stride, argument, by_rows, born)
+    """Return the access of a tensor to the memory of ``known``; see :meth:`Access.of_tensor`."""
+    return Access.of_tensor(tensor, known.number, write, argument, by_rows, born, known.base)

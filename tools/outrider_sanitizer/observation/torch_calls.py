@@ -21,10 +21,10 @@ from torch import Tensor
 
 from outrider.device import Access, Operation
 from outrider_sanitizer.detector.ranks import RankClocks
+from outrider_sanitizer.observation.compiled_launches import compiled_launches
 from outrider_sanitizer.observation.dispatch import DerivedSanitizer, is_python_thread
 from outrider_sanitizer.observation.hostsync import Replacement, replaced
 from outrider_sanitizer.observation.storages import KnownStorage, extent
-from outrider_sanitizer.observation.triton_launches import launches
 from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class TorchSanitizer(DerivedSanitizer):
                 registry.callback_list.append(guarded)
                 stack.callback(registry.callback_list.remove, guarded)
             stack.enter_context(replaced(self._names_to_replace()))
-            if not stack.enter_context(launches(self._triton_launched)):
+            if not stack.enter_context(compiled_launches(self._triton_launched)):
                 self.report.blind_spots.append(_NO_TRITON)
             yield
         if self._failure is not None:

@@ -144,13 +144,5 @@ class SimDeviceState:
 
 
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
-    """Return the access to the allocation and the byte range that a pinned tensor occupies: a write if ``write``, else a
-    read.
-    """
-    size = tensor.element_size()
-    low = int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return Access(tensor._alloc.id, low, low + tensor.numel() * size, write, None, None, argument)
-    shape, stride = tuple(tensor.shape), tuple(s * size for s in tensor.stride())
-    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
-    return Access(tensor._alloc.id, low, low + span, write, shape, stride, argument)
+    """Return the access to the bytes of a pinned tensor: a write if ``write``, else a read."""
+    return Access.of_tensor(tensor, tensor._alloc.id, write, argument)

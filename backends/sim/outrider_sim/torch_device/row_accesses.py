@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.device import Access
@@ -231,7 +232,8 @@ class RowResolver:
             if rows is None:
                 found.append(whole)
             elif isinstance(rows, Elements):
-                found.extend(_runs(whole, rows.offsets, self._looks[name][2]))
+                itemsize = self._looks[name][2]
+                found.extend(strided_accesses(whole, merge_adjacent(rows.offsets.numpy(), itemsize), itemsize))
             else:
                 found.extend(self._spread(whole, rows, *self._looks[name]))
             if whole.write:
@@ -262,37 +264,41 @@ class RowResolver:
         row = row[(row >= 0) & (row < limit)]
         if not row.size:
             return []
-        low = whole.start + (row * stride[0] if dims == 1 else row // inner * stride[0] + row % inner * stride[1])
-        gaps = numpy.flatnonzero(low[1:] != low[:-1] + tail) + 1
-        starts = low[numpy.concatenate(([0], gaps))].tolist()
-        ends = (low[numpy.concatenate((gaps - 1, [-1]))] + tail).tolist()
-        return [
-            Access(whole.storage, start, end, whole.write, None, None, whole.argument)
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        low = row * stride[0] if dims == 1 else row // inner * stride[0] + row % inner * stride[1]
+        return range_accesses(whole, merge_adjacent(low, tail))
 
 
-def _runs(whole: Access, offsets: Tensor, itemsize: int) -> list[Access]:
-    """Merge elements into byte ranges: adjacent elements form one, and ranges of equal length and distance one strided
-    access.
+Ranges = tuple[NDArray[numpy.int64], NDArray[numpy.int64]]
+"""Byte ranges: the start and the end (exclusive) of each, sorted, with a gap between consecutive ranges."""
+
+
+def merge_adjacent(addresses: NDArray[Any], size: int) -> Ranges:
+    """Return the ranges of elements of `size` bytes at `addresses`. Adjacent elements form one range."""
+    low = numpy.unique(addresses).astype(numpy.int64)
+    is_first = numpy.diff(low, prepend=low[:1] - size - 1) > size
+    return low[is_first], low[numpy.append(is_first[1:], True)[: low.size]] + size
+
+
+def range_accesses(whole: Access, ranges: Ranges) -> list[Access]:
+    """Return one access of `whole` for each byte range. Ranges count from its start."""
+    return [
+        Access(whole.storage, whole.start + start, whole.start + end, whole.write, None, None, whole.argument)
+        for start, end in zip(*(bounds.tolist() for bounds in ranges), strict=True)
+    ]
+
+
+def strided_accesses(whole: Access, ranges: Ranges, itemsize: int = 1) -> list[Access]:
+    """Return one strided access of `whole` for ranges of equal length and distance, else the accesses of
+    :func:`range_accesses`. `itemsize`: bytes of an element of the strided access.
     """
-    low = numpy.unique(offsets.numpy())
-    if not low.size:
-        return []
-    gaps = numpy.flatnonzero(low[1:] != low[:-1] + itemsize) + 1
-    starts = low[numpy.concatenate(([0], gaps))]
-    ends = low[numpy.concatenate((gaps - 1, [-1]))] + itemsize
+    starts, ends = ranges
     if len(starts) > 2:
-        step = int(starts[1] - starts[0])
-        length = int(ends[0] - starts[0])
+        step, length = int(starts[1] - starts[0]), int(ends[0] - starts[0])
         if bool((numpy.diff(starts) == step).all()) and bool((ends - starts == length).all()):
             start, end = whole.start + int(starts[0]), whole.start + int(ends[-1])
             shape, stride = (len(starts), length // itemsize), (step, itemsize)
             return [Access(whole.storage, start, end, whole.write, shape, stride, whole.argument)]
-    return [
-        Access(whole.storage, whole.start + start, whole.start + end, whole.write, None, None, whole.argument)
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-    ]
+    return range_accesses(whole, ranges)
 
 
 def _inner(value: Any) -> Any:

@@ -7,9 +7,9 @@ the input and prints the report. The follower ranks repeat its decisions and pri
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -28,7 +28,7 @@ from outrider.cli.terminal.environment import rank_environment, rank_variables
 from outrider.cli.terminal.report import CommandReport, Unsaid
 from outrider.cli.terminal.stopping import Stopped
 from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
-from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
+from outrider.registry.children import end_with_parent, end_with_pipe, start_call
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
     from outrider.engine.engine import Engine
     from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
+    from outrider.engine.ranks.processes import ChildRanks
     from outrider.engine.ranks.ranks import ParallelConfig, Ranks
     from outrider.registry import Registry
 
@@ -193,7 +194,7 @@ class Joined:
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
-        from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch, end_with_pipe
+        from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 
         parallel = ParallelConfig(tensor=self._tensor, data=self._data, expert=self._expert)
@@ -292,28 +293,19 @@ def run_on_ranks(
         return processes.wait_for_report()
 
 
-def create_rank_store() -> Any:
-    """Create the key-value store of child ranks in this process, on a free port of this host."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def start_followers(follow: Callable[[RankPlacement], None], *, world: int, port: int) -> list[Any]:
-    """Start a child process of ``multiprocessing`` for each follower rank, and return the processes.
+def start_followers(follow: Callable[[RankPlacement], None], *, world: int, port: int) -> ChildRanks:
+    """Start a child process for each follower rank, and return the processes.
 
     ``follow`` is pickled. It is the main function of each process, and should call :func:`follow_first_rank`. ``port``: that
     of the key-value store of this process. The processes end when the calling thread ends.
     """
-    context = multiprocessing.get_context("spawn")
-    processes: list[Any] = []
+    from outrider.engine.ranks.processes import ChildRanks
+
+    children = ChildRanks()
     for rank in range(1, world):
-        placement = RankPlacement.of_child(rank, world=world, port=port)
-        process = context.Process(target=follow, args=(placement,), name=f"outrider-rank-{rank}", daemon=True)
-        with interruptions_blocked_in_children():
-            process.start()
-        processes.append(process)
-    return processes
+        call = functools.partial(follow, RankPlacement.of_child(rank, world=world, port=port))
+        children.processes.append(start_call(call))
+    return children
 
 
 def follow_first_rank(
@@ -323,7 +315,6 @@ def follow_first_rank(
 
     ``make`` returns the engine of the ranks ``joined``.
     """
-    ignore_interruptions()
     end_with_parent()
     with Joined(tensor, placement.world // tensor, placement, expert=expert) as joined:
         follow(make(joined=joined))
@@ -336,22 +327,25 @@ class _Processes:
         self._parallel = parallel
         self._arguments = list(arguments)
         self._json = json_output
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._errors: list[IO[bytes]] = []
+        self._files: dict[int, IO[bytes]] = {}
+        """The output of rank 0 if the report is for scripts, and the errors of each other rank."""
         self._stack = ExitStack()
 
     def __enter__(self) -> _Processes:
         from outrider.engine.ranks.heartbeats import KeyValueStore
+        from outrider.engine.ranks.processes import ChildRanks, create_rank_store
 
+        self._children = ChildRanks(first=0, stopped_checks=_STOPPED_CHECKS)
+        self._processes = self._children.processes
         self._store = store = create_rank_store()
         self._key_value_store = KeyValueStore(store, "outrider")
         # The operating system closes the pipe when this process ends, and each rank ends itself then.
         read, self._write = os.pipe()
         try:
             for rank in range(self._parallel.world):
-                self._started.append(self._start(rank, store.port, read))
+                self._processes.append(self._start(rank, store.port, read))
         except BaseException:
-            self._end()
+            self._children.wait_or_kill()
             raise
         finally:
             os.close(read)
@@ -360,90 +354,69 @@ class _Processes:
     def _start(self, rank: int, port: int, pipe: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "outrider.cli.main", *self._arguments]
         environment = rank_variables(rank=rank, world=self._parallel.world, port=port, pipe=pipe)
-        if rank == 0:
-            out: Any = self._stack.enter_context(tempfile.TemporaryFile()) if self._json else None  # noqa: SIM115  (the stack closes it)
-            self._out = out
-            return subprocess.Popen(command, env=environment, pass_fds=(pipe,), stdout=out, start_new_session=True)
-        errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
-        self._errors.append(errors)
-        return subprocess.Popen(
-            command,
-            env=environment,
-            pass_fds=(pipe,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
+        if rank or self._json:
+            self._files[rank] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
+        file, null = self._files.get(rank), subprocess.DEVNULL
+        streams: dict[str, Any] = {"stdin": null, "stdout": null, "stderr": file} if rank else {"stdout": file}
+        return subprocess.Popen(command, env=environment, pass_fds=(pipe,), start_new_session=True, **streams)
 
     def wait_for_report(self) -> CommandReport:
         """Wait for all ranks and return the report of rank 0. Raises :class:`RanksFailed` if rank 0 has no report."""
-        from outrider.engine.ranks.heartbeats import StopDetector
-
-        detector = StopDetector(_STOPPED_CHECKS)
         try:
-            while any(process.poll() is None for process in self._started):
-                lost = next((rank for rank, process in enumerate(self._started) if process.poll()), None)
-                stopped = detector.find(process.pid for process in self._started)
-                if stopped is not None:
-                    last = self._key_value_store.last_progress(stopped)
-                    self._key_value_store.publish_failure(f"rank {stopped} hangs: a signal has stopped its process; {last}")
+            while any(process.poll() is None for process in self._processes):
+                lost = self._children.find_lost()
                 if lost is not None or self._key_value_store.failure is not None:
                     return self._report_lost_rank(lost)
                 time.sleep(_POLL_S)
         except Stopped as asked:
-            self._started[0].send_signal(signal.SIGTERM if str(asked) == "terminated" else signal.SIGINT)
+            self._processes[0].send_signal(signal.SIGTERM if str(asked) == "terminated" else signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                self._started[0].wait(_GRACE_S)
+                self._processes[0].wait(_GRACE_S)
                 return self._reported()
             raise
-        lost = next((rank for rank, process in enumerate(self._started) if process.returncode), None)
+        lost = self._children.find_lost()
         return self._reported() if lost is None else self._report_lost_rank(lost)
 
-    def _report_lost_rank(self, rank: int | None) -> CommandReport:
-        """End the ranks after a failure of ``rank``, and return the report of rank 0 or raise :class:`RanksFailed`."""
+    def _report_lost_rank(self, lost: tuple[int, str] | None) -> CommandReport:
+        """End the ranks after a failure, and return the report of rank 0 or raise :class:`RanksFailed`. ``lost``: the rank
+        whose process has failed, and a message.
+        """
         from outrider.engine.ranks.records import RanksFailed
 
-        code = None if rank is None else self._started[rank].returncode
-        if rank is not None and code is not None and code < 0:
-            last = self._key_value_store.last_progress(rank)
-            self._key_value_store.publish_failure(f"rank {rank} was ended by {signal.Signals(-code).name}; {last}")
+        words = ""
+        if lost is not None:
+            rank, how = lost
+            words = f"{how}: {self._last_words(rank)}"
+            if (self._processes[rank].returncode or 0) <= 0:  # the rank has reported no failure itself
+                self._key_value_store.publish_failure(f"{how}; {self._key_value_store.last_progress(rank)}")
         hangs = (self._key_value_store.failure or "").startswith("rank 0 hangs")  # rank 0 won't report
         until = time.monotonic() + _GRACE_S * (not hangs)
-        while self._started[0].poll() is None and (time.monotonic() < until or self._key_value_store.first_rank_prints):
+        while self._processes[0].poll() is None and (time.monotonic() < until or self._key_value_store.first_rank_prints):
             time.sleep(_POLL_S)
-        first = self._started[0].poll()
-        self._end()
+        first = self._processes[0].poll()
+        self._children.wait_or_kill()
         if first is not None and first > 0 and first != _UNSAID:
             return self._reported()
-        words = "" if rank is None else f"rank {rank} ended with exit code {code}: {self._last_words(rank)}"
         raise RanksFailed(f"{self._key_value_store.failure or words}; the other ranks were ended")
 
     def _last_words(self, rank: int) -> str:
         if rank == 0:
             return "see above"
-        file = self._errors[rank - 1]
+        file = self._files[rank]
         file.seek(0)
         return file.read()[-2000:].decode(errors="replace").strip() or "it said nothing"
 
     def _reported(self) -> CommandReport:
-        code = self._started[0].returncode
+        code = self._processes[0].returncode
         data: dict[str, object] = {}
-        if self._out is not None:
-            self._out.seek(0)
-            data = json.loads(self._out.read() or "{}")
+        if self._json:
+            self._files[0].seek(0)
+            data = json.loads(self._files[0].read() or "{}")
         return CommandReport(data=data, render=lambda console: None, exit_code=code)
-
-    def _end(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                process.kill()
-        for process in self._started:
-            process.wait()
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         del kind, error, traceback
-        self._end()
+        self._children.wait_or_kill()
         os.close(self._write)
         self._stack.close()
         del self._store

@@ -225,14 +225,3 @@ class RankWatch:
 def first_rank_is_lost(failure: str) -> bool:
     """Return True if the first rank can't print ``failure``, because that rank or the store's process is lost."""
     return failure.startswith(("rank 0 hangs", "rank 0 lost", STORE_LOST))
-
-
-def end_with_pipe(descriptor: int) -> None:
-    """End this process once the other end of the pipe at ``descriptor`` is closed: the starter has ended."""
-
-    def wait() -> None:
-        while os.read(descriptor, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, name="outrider-starter", daemon=True).start()

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -142,8 +141,6 @@ def _format(kind: Any) -> _FieldFormat | None:
         return _FieldFormat(int, (int,), lambda value, _: operator.index(value), refuses=(bool,))
     if kind is float:  # Python allows an int in a float field
         return _FieldFormat((float, int), (float, int, dict), _write_float, _read_float, refuses=(bool,))
-    if kind is Path:
-        return _FieldFormat(Path, (str,), lambda value, _: str(value), lambda plain, _: Path(plain))
     if kind is bytes:
         return _FieldFormat(
             bytes, (str,), lambda value, _: base64.b64encode(value).decode(), lambda plain, _: _decoded(plain)

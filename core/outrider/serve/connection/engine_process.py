@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import multiprocessing
 import os
 import select
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ from outrider.cli.options.rank_processes import (
     Joined,
     RankPlacement,
     check_expert_parallel,
-    create_rank_store,
     follow_first_rank,
     start_followers,
 )
 from outrider.device import DeviceError, OutriderError
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
+from outrider.engine.ranks.processes import ChildRanks, create_rank_store
 from outrider.engine.requests.request import StepOutput
-from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
+from outrider.registry.children import end_with_parent, start_call
 from outrider.serve.connection.engine_client import EngineClient, EngineGone
 from outrider.serve.connection.engine_messages import (
     AbortRequest,
@@ -241,15 +241,6 @@ _EXIT_TIMEOUT_S = 10.0
 """Seconds that a child process has to exit after it was told to end. Then it is killed."""
 
 
-async def join_or_kill(process: Any) -> None:
-    """Wait for a ``multiprocessing`` child to exit, and kill it after ``_EXIT_TIMEOUT_S`` seconds."""
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, process.join, _EXIT_TIMEOUT_S)
-    if process.is_alive():
-        process.kill()
-        await loop.run_in_executor(None, process.join)
-
-
 class EngineProcess(EngineClient):
     """A client that runs the engine in a child process, or ``tensor`` x ``data`` ranks of it in one child process each. The
     children end when this process ends, even if it is killed. If one rank ends, all ranks end.
@@ -265,9 +256,9 @@ class EngineProcess(EngineClient):
         super().__init__()
         self._make = make
         self._tensor, self._data, self._expert = tensor, data, expert
-        self._process: Any = None
+        self._first = ChildRanks(first=0)
+        self._followers = ChildRanks()
         self._store: Any = None
-        self._followers: list[Any] = []
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Task[None] | None = None
         self.add_loss_listener(self._kill_followers)
@@ -275,21 +266,20 @@ class EngineProcess(EngineClient):
     @property
     def pid(self) -> int | None:
         """Process id of the child that runs rank 0; None before the start."""
-        return None if self._process is None else self._process.pid
+        return next((process.pid for process in self._first.processes), None)
 
     async def close(self) -> None:
         """Send :class:`StopEngine` to rank 0, and wait until all children have exited. A child that doesn't exit in time is
         killed.
         """
         self._end_open_requests(EngineGone("the engine was closed"), expected=True)
-        if self._process is not None:
-            if self._transport is not None and not self._transport.is_closing():
-                self._send(StopEngine())
-            await join_or_kill(self._process)
-            if self._transport is not None:
-                self._transport.close()
-        for process in self._followers:
-            await join_or_kill(process)
+        if self._transport is not None and not self._transport.is_closing():
+            self._send(StopEngine())
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._first.wait_or_kill, _EXIT_TIMEOUT_S)
+        if self._transport is not None:
+            self._transport.close()
+        await loop.run_in_executor(None, self._followers.wait_or_kill, _EXIT_TIMEOUT_S)
         self._store = None
 
     async def _launch(self) -> None:
@@ -301,11 +291,9 @@ class EngineProcess(EngineClient):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 with suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(make, child_end), name="outrider-engine", daemon=True)
         # Not in an executor: the kernel ends the child when the thread that started it ends. The call takes milliseconds.
-        with interruptions_blocked_in_children():
-            self._process.start()
+        descriptor = child_end.fileno()
+        self._first.processes.append(start_call(functools.partial(_serve, make, descriptor), pass_fds=(descriptor,)))
         child_end.close()
         server_end.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_connection(lambda: _EventProtocol(self), sock=server_end)
@@ -322,8 +310,7 @@ class EngineProcess(EngineClient):
 
     def _kill_followers(self, error: EngineGone) -> None:
         del error
-        for process in self._followers:
-            process.kill()
+        self._followers.kill()
 
     def _send(self, command: EngineCommand) -> None:
         assert self._transport is not None
@@ -334,8 +321,10 @@ class EngineProcess(EngineClient):
             self._waiting = asyncio.get_running_loop().create_task(self._report_exit())
 
     async def _report_exit(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self._process.join, 1.0)
-        code = self._process.exitcode
+        (process,) = self._first.processes
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.get_running_loop().run_in_executor(None, process.wait, 1.0)
+        code = process.returncode
         how = "hung up" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._end_open_requests(EngineGone(f"the engine's process {how}"))
 
@@ -387,11 +376,10 @@ class _ChildPort:
         self._socket.sendall(frame([event_to_wire(event) for event in events]))
 
 
-def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
-    """Run the engine in the child: the target of :class:`EngineProcess`."""
-    ignore_interruptions()
+def _serve(make: Callable[[], Engine], descriptor: int) -> None:
+    """Run the engine in the child: the target of :class:`EngineProcess`. ``descriptor``: the child's end of the socket."""
     end_with_parent()
-    port = _ChildPort(sock)
+    port = _ChildPort(socket.socket(fileno=descriptor))
     try:
         engine = make()
         port.send([EngineInfo.from_engine(engine)])

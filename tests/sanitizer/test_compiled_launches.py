@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider_sanitizer.observation.triton_launches import launches, pointers
+from outrider_sanitizer.observation.compiled_launches import compiled_launches, pointers
 
 pytest.importorskip("triton")
 
@@ -109,7 +109,7 @@ def test_a_launch_tells_its_tensors(known: bool, texts: dict[str, str], monkeypa
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: compiled)
     told = []
     x, y, out = (torch.zeros(4) for _ in range(3))
-    with launches(lambda name, tensors: told.append((name, tensors))) as there:
+    with compiled_launches(lambda name, tensors: told.append((name, tensors))) as there:
         assert there
         JITFunction(add)[(1,)](x, y, out=out, n=4, BLOCK=128)
     JITFunction(add)[(1,)](x, y, out, 4, BLOCK=128)

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on tensors of the simulated device.
+"""Launches of Triton kernels that its interpreter runs on tensors of the simulated device.
 
 Triton's interpreter runs the unmodified kernel when the simulated stream reaches the launch. At the launch, each tensor is
 declared as one that the kernel may read and write. After the run, the interpreter reports the accessed bytes: it has the
@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 
 from outrider.device import Access, ConfigError
 from outrider_sim.torch_device.launches import host_view, launch
+from outrider_sim.torch_device.row_accesses import Ranges, merge_adjacent, range_accesses, strided_accesses
 from outrider_sim.torch_device.tensor import SimTensor
 
 Addresses = NDArray[numpy.uint64]
-Ranges = tuple[NDArray[numpy.int64], NDArray[numpy.int64]]
-"""Byte ranges of memory: the start and the end (exclusive) of each, sorted, with a gap between consecutive ranges."""
-
 MAX_RANGES = 512
 """Maximum number of ranges for one storage and direction. More ranges are joined across the smallest gaps."""
 _MAX_RAW_ADDRESSES = 1 << 18
@@ -105,13 +103,6 @@ class RecordedAccesses:
         self._num_raw = 0
 
 
-def merge_adjacent(addresses: Addresses, size: int) -> Ranges:
-    """Return the ranges of elements of `size` bytes at `addresses`. Adjacent elements form one range."""
-    low = numpy.unique(addresses).astype(numpy.int64)
-    gaps = numpy.flatnonzero(numpy.diff(low) > size) + 1
-    return low[numpy.concatenate(([0], gaps))], low[numpy.concatenate((gaps - 1, [-1]))] + size
-
-
 def _union(parts: list[Ranges]) -> Ranges:
     if len(parts) == 1:
         return parts[0]
@@ -133,19 +124,13 @@ def _storage_accesses(
     At most `MAX_RANGES` accesses are returned.
     """
     ends = numpy.minimum(ends, place.nbytes)
-    if len(starts) > 2:
-        step, length = int(starts[1] - starts[0]), int(ends[0] - starts[0])
-        if bool((numpy.diff(starts) == step).all()) and bool((ends - starts == length).all()):
-            shape, stride = (len(starts), length), (step, 1)
-            return [Access(place.storage, int(starts[0]), int(ends[-1]), write, shape, stride, place.argument)]
-    if len(starts) > MAX_RANGES:
-        largest_gaps = numpy.sort(numpy.argsort(starts[1:] - ends[:-1], kind="stable")[-(MAX_RANGES - 1) :])
-        starts = starts[numpy.concatenate(([0], largest_gaps + 1))]
-        ends = ends[numpy.concatenate((largest_gaps, [-1]))]
-    return [
-        Access(place.storage, start, end, write, None, None, place.argument)
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-    ]
+    whole = Access(place.storage, 0, place.nbytes, write, argument=place.argument)
+    found = strided_accesses(whole, (starts, ends))
+    if len(found) <= MAX_RANGES:
+        return found
+    largest_gaps = numpy.sort(numpy.argsort(starts[1:] - ends[:-1], kind="stable")[-(MAX_RANGES - 1) :])
+    starts = starts[numpy.concatenate(([0], largest_gaps + 1))]
+    return range_accesses(whole, (starts, ends[numpy.concatenate((largest_gaps, [-1]))]))
 
 
 class AccessRecorder:
@@ -190,8 +175,8 @@ class AccessRecorder:
         return record_and_call
 
 
-class TritonLaunches:
-    """The launches of Triton kernels of this process. It replaces `InterpretedFunction.run`.
+class InterpretedLaunches:
+    """The interpreted launches of Triton kernels of this process. It replaces `InterpretedFunction.run`.
 
     `executor` is Triton's grid executor. Loads and stores go through the interpreter's `builder`, which is observed.
     """

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider_vllm.triton_launches import MAX_RANGES, RecordedAccesses, StorageRange, merge_adjacent
+from outrider_sim.torch_device.row_accesses import merge_adjacent
+from outrider_vllm.interpreted_launches import MAX_RANGES, RecordedAccesses, StorageRange
 
 HERE = Path(__file__).parent
 
@@ -24,6 +25,7 @@ def place(base=1000, nbytes=100_000, storage=7):
 def test_neighbours_are_one_range():
     starts, ends = merge_adjacent(at(16, 8, 12, 40, 44, 8), 4)
     assert list(zip(starts.tolist(), ends.tolist(), strict=True)) == [(8, 20), (40, 48)]
+    assert [bounds.tolist() for bounds in merge_adjacent(at(), 4)] == [[], []]
 
 
 def test_only_what_the_mask_lets_through_is_touched():

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, with the reads and writes derived from arguments and compiled code.
+"""Launches of compiled Triton kernels on a device, with the reads and writes derived from arguments and compiled code.
 
 A kernel's intermediate representation shows which of its pointers it loads from and which it stores to. It does not show
 which bytes of the tensor a kernel touches, so an access is the whole tensor.
@@ -160,8 +160,8 @@ it is written.
 
 
 @contextmanager
-def launches(report_launch: LaunchCallback) -> Generator[bool]:
-    """Report each Triton launch in this scope. Yields False if Triton is not installed, so no launch can be seen."""
+def compiled_launches(report_launch: LaunchCallback) -> Generator[bool]:
+    """Report each launch of a compiled kernel in this scope. Yields False if Triton is not installed: no launch is seen."""
     jit = _jit()
     if jit is None:
         yield False
