@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from disaggregation import test_servers
 from disaggregation.couple import Couple
 from disaggregation.test_sides import free, prompts, state
 from outrider import Engine, SamplingParams
@@ -221,6 +222,18 @@ def test_states_land_on_simulated_ranks_without_a_race(tensor, data, proposer):
     error = run_once(devices.backends[0], once, make_strategy("mixed", seed, {}))
     assert error is None, str(error)
     assert counts["arrived"] > 0
+
+
+def test_servers_move_states_between_them(monkeypatch):
+    monkeypatch.setattr(test_servers, "engine", made)
+    house = test_servers.House(prefill="mtp-chain", decode="mtp-chain")
+    house.until(house.is_linked)
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+    numbers = [house.client.submit(prompt, params)[0] for prompt in PROMPTS]
+    house.until(lambda: not house.client.open_requests)
+    assert [house.tokens(number) for number in numbers] == alone(PROMPTS)
+    assert house.decode.counts["arrived"] == len(PROMPTS)
+    house.close()
 
 
 def other_states(**changes):

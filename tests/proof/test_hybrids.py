@@ -154,7 +154,7 @@ def test_a_program_under_some_schedules(setup, number):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fence", "proposer"),
-    [("pages_ready", "mtp-chain"), ("pages_read", "none"), ("pages_free", "none"), ("pages_written", "none")],
+    [("pages_ready", "mtp-chain"), ("pages_read", "none"), ("pages_free", "none"), ("pages_written", "none"), (None, "none")],
 )
 def test_a_fence_of_the_network_card_orders_states(fence, proposer, monkeypatch):
     """The card moves no page, so each finding is about states. With every fence there is none, and the tokens are wrong."""
@@ -167,8 +167,7 @@ def test_a_fence_of_the_network_card_orders_states(fence, proposer, monkeypatch)
     monkeypatch.setattr(LocalLink, "_split", without_pages)
     setup = EngineSetup(proposer + HYBRID, "staged")
     found = run_once_checked(setup, MOVING, drop_fence=fence)
-    assert (found.error, found.implied) == ("RaceError", (fence,))
-    assert run_once_checked(setup, MOVING).error == "WrongTokens"
+    assert (found.error, found.implied) == (("RaceError", (fence,)) if fence else ("WrongTokens", ()))
 
 
 def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):
