@@ -5,7 +5,7 @@ from collections import deque
 
 from outrider.disaggregation.connections import MessageDecoder
 from outrider.disaggregation.decode_worker import DecodeWorker
-from outrider.disaggregation.page_landing import LandingRegistry, registered_memory, slots_of_part
+from outrider.disaggregation.page_landing import LandingRegistry, registered_memory
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.engine.ranks.ranks import ParallelConfig
 
@@ -27,19 +27,22 @@ class Couple:
         self.to_prefill, self.to_decode = deque(), deque()
         giver, taker = self.prefill.engine, self.decode.engine
         layout = ParallelConfig(tensor=taker.model.shards.attention.size, data=taker.groups)
-        landed = registered_memory(taker.page_memory, layout.tensor)
-        there = self.transport.open(landed, taker.backend, accepts=False, host="127.0.0.1")
+        there = self._open(taker, accepts=False, memory=registered_memory(taker, layout.tensor))
         landing = LandingRegistry(taker).open_landing(there, "127.0.0.1")
         offers = landing.offers()
         parts = [layout.shards(rank).attention for rank in range(layout.world)]
-        given = [giver.page_memory if part.size == 1 else slots_of_part(giver.page_memory, part) for part in parts]
-        links = [self.transport.open(each, giver.backend, accepts=True, host="127.0.0.1") for each in given]
+        given = [registered_memory(giver, part.size, part) for part in parts]
+        links = [self._open(giver, accepts=True, memory=each) for each in given]
         for link, offer in zip(links, offers, strict=True):
             link.connect(offer)
         landing.connect([link.offer() for link in links])
         self.links = links
         self.prefill.add_peer(PEER, lambda message: self.to_decode.append(message.encode()), links, layout.tensor)
         self.decode.add_peer(PEER, lambda message: self.to_prefill.append(message.encode()), landing)
+
+    def _open(self, engine, *, accepts, memory):
+        regions, states = memory
+        return self.transport.open(regions, engine.backend, accepts=accepts, host="127.0.0.1", states=states)
 
     def submit(self, state):
         got, key = [], len(self.outputs)

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from disaggregation import couple
 from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
+from outrider.disaggregation import page_landing
 from outrider.disaggregation.codec import engine_fit
 from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import FollowerLinks
@@ -151,8 +151,8 @@ def test_several_ranks_lend_nothing(layout):
 
 def test_heads_of_another_rank_are_found(monkeypatch):
     """The fault that parts of pages can have: each rank gets the heads of the first rank."""
-    real = couple.slots_of_part
-    monkeypatch.setattr(couple, "slots_of_part", lambda caches, part: real(caches, replace(part, rank=0)))
+    real = page_landing.slots_of_part
+    monkeypatch.setattr(page_landing, "slots_of_part", lambda caches, part: real(caches, replace(part, rank=0)))
     assert served("none", (2, 1))[1] != plain_tokens("none")
 
 

@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from outrider.engine.ranks.ranks import Ranks
     from outrider.model import Media
 
-MODELS = ("eagle", "mtp", "eagle-tree", "none", engine_setups.VISION, "draft-model", "bundled")
+HYBRID = "mtp-chain" + engine_setups.WIDE_HYBRID
+MODELS = ("eagle", "mtp", "eagle-tree", "none", engine_setups.VISION, "draft-model", HYBRID, "bundled")
 LIMIT_S = 600.0
 _TOKENS = 48
 _GUIDES = (

@@ -23,7 +23,7 @@ from outrider import SamplingParams
 from outrider.device import Fence
 from outrider.disaggregation.connections import WireMessage
 from outrider.disaggregation.decode_worker import DecodeWorker
-from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry, registered_memory, slots_of_part
+from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry, registered_memory
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.requests.hand_over import RequestState
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from outrider.engine.requests.request import StepOutput
 
 NETWORK = ("pages_ready", "pages_read", "pages_free", "pages_written")
+HYBRIDS = ("none" + engine_setups.WIDE_HYBRID, "mtp-chain" + engine_setups.WIDE_HYBRID)
+_HYBRID_FRACTION = 0.2
+"""Fraction of programs whose target has recurrent layers."""
 PROPOSERS = ("mtp", "eagle", "eagle-tree", "draft-model", "none", engine_setups.VISION)
 _DEVICES = 4
 _PEER_ID = 1
@@ -74,7 +77,8 @@ def run(
 
     rng = random.Random(f"landing {seed}")
     chosen, mode = rng.choice(PROPOSERS), rng.choice(("staged", "graphs", "fused"))
-    chosen = proposer or chosen
+    mixing = random.Random(f"landing, hybrid {seed}")
+    chosen = proposer or (mixing.choice(HYBRIDS) if mixing.random() < _HYBRID_FRACTION else chosen)
     program = engine_setups.random_host_program(seed)
     program = replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
     if rng.random() < _CROWDED_FRACTION:
@@ -130,13 +134,14 @@ def _serve(
     """Serve all requests of a program; prefill and decode both run in the first rank's thread."""
     giver, taker = prefill.engine, decode.engine
     house = LandingRegistry(taker)
-    landed = registered_memory(taker.page_memory, layout.tensor)
-    landing = house.open_landing(transport.open(landed, taker.backend, accepts=False, host=""), "")
+    landed, landed_states = registered_memory(taker, layout.tensor)
+    link = transport.open(landed, taker.backend, accepts=False, host="", states=landed_states)
+    landing = house.open_landing(link, "")
     links = []
     for rank, offer in enumerate(landing.offers()):
         part = layout.shards(rank).attention
-        regions = giver.page_memory if part.size == 1 else slots_of_part(giver.page_memory, part)
-        links.append(transport.open(regions, giver.backend, accepts=True, host=""))
+        regions, states = registered_memory(giver, part.size, part)
+        links.append(transport.open(regions, giver.backend, accepts=True, host="", states=states))
         links[-1].connect(offer)
     landing.connect([link.offer() for link in links])
     to_decode: deque[WireMessage] = deque()
@@ -209,7 +214,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tensor", type=int, default=1, choices=(1, 2, 4))
     parser.add_argument("--data", type=int, default=2)
-    parser.add_argument("--proposer", choices=PROPOSERS)
+    parser.add_argument("--proposer", choices=(*PROPOSERS, *HYBRIDS))
     parser.add_argument("--drop", choices=NETWORK)
     parser.add_argument("--strategy", default="mixed", help="how schedules are drawn; program: the order of the program")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so long")

@@ -7,16 +7,17 @@ import pytest
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
-from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.pages import DecodedState, PageKey, StateCheckpoints
 from outrider.engine.step import Step
+from outrider.transports.link import LocalLink
 from outrider_proof import tiny
+from outrider_proof.decode_program import MOVING
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from outrider_proof.proposers import MAKERS
 from outrider_proof.rank_engine import HYBRID_PROPOSERS
 from outrider_proof.tiny import plain_config
 from proof.hybrid_faults import FAULTS, a_decoded_state_is_kept_at_any_length, wrong_requests
-from proof.program_checks import prove_program
+from proof.program_checks import prove_program, run_once_checked
 from proof.setups import EngineSetup
 
 MODES = ("staged", "graphs", "fused")
@@ -121,9 +122,6 @@ def test_what_hybrids_refuse():
     tree = MAKERS["ngram-tree"](loaded.target, loaded.backend)
     with pytest.raises(ConfigError, match="drafts trees, and the model has recurrent layers"):
         Engine(loaded.target, loaded.backend, proposer=tree, config=config)
-    engine = Engine(loaded.target, loaded.backend, config=config)
-    with pytest.raises(ConfigError, match="a network card moves pages alone"):
-        engine.resume(RequestState(prompt=(1, 2), params=SamplingParams(max_tokens=2)), lend=True)
     with pytest.raises(ConfigError, match="the model has no recurrent layers"):
         tiny.engine(MAKERS["ngram"](tiny.target(), tiny.BACKEND), state_checkpoints=2)
 
@@ -151,6 +149,25 @@ def test_a_fault_put_back_is_found(name):
 def test_a_program_under_some_schedules(setup, number):
     """On the simulated device, watched by the sanitizer: no edge is missing."""
     assert prove_program(setup, number, 2)["failures"] == []
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("fence", "proposer"),
+    [("pages_ready", "mtp-chain"), ("pages_read", "none"), ("pages_free", "none"), ("pages_written", "none"), (None, "none")],
+)
+def test_a_fence_of_the_network_card_orders_states(fence, proposer, monkeypatch):
+    """The card moves no page, so each finding is about states. With every fence there is none, and the tokens are wrong."""
+    split = LocalLink._split
+
+    def without_pages(link, numbers, blocks):
+        parts, paged = split(link, numbers, blocks), len(link.block_bytes)
+        return [[]] * paged + parts[paged:]
+
+    monkeypatch.setattr(LocalLink, "_split", without_pages)
+    setup = EngineSetup(proposer + HYBRID, "staged")
+    found = run_once_checked(setup, MOVING, drop_fence=fence)
+    assert (found.error, found.implied) == (("RaceError", (fence,)) if fence else ("WrongTokens", ()))
 
 
 def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):

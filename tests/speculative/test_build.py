@@ -14,6 +14,7 @@ from outrider.model import load_decoder, load_mtp, with_vocabulary_size
 from outrider.speculative.build import BUILDERS, DraftOptions, build_proposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import tiny_config, word_tokenizer, write_checkpoint
 
@@ -106,6 +107,12 @@ def test_a_draft_model_of_another_vocabulary_is_refused(checkpoints, tmp_path, r
         words(tmp_path / "other", used)
     with pytest.raises(CheckpointError, match=match):
         build_proposer("draft-model", options(checkpoints, directory=tmp_path / "other"))
+
+
+def test_a_hybrid_draft_model_is_refused(checkpoints, tmp_path):
+    write_vision_checkpoint(tmp_path / "hybrid", "qwen3_5")
+    with pytest.raises(ConfigError, match=r"hybrid has recurrent layers, .* take another draft, or the head"):
+        build_proposer("draft-model", options(checkpoints, directory=tmp_path / "hybrid"))
 
 
 @pytest.mark.parametrize("tied", [False, True])

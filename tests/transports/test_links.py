@@ -91,6 +91,38 @@ def test_blocks_with_gaps_between_them_are_written(name):
         link.close()
 
 
+def with_states(name, pages, rows):
+    """A transport's sides, each with pages, a state in float64, and the parts of one tensor as two further states."""
+    transport, sides = make(name), []
+    for side, (count, held) in enumerate(zip(pages, rows, strict=True)):
+        memory = [torch.zeros(count, 2), torch.zeros(held, 3, dtype=torch.float64), torch.zeros(held, 2, 5)]
+        for each in memory if not side else ():
+            each.copy_(torch.arange(1, each.numel() + 1).view(each.shape))
+        states = [memory[1], memory[2][:, 0, :2], memory[2][:, 1, 2:]]
+        link = transport.open(memory[:1], BACKEND, accepts=not side, host="127.0.0.1", states=states)
+        sides.append((link, *memory))
+    for (link, *_), (other, *_) in zip(sides, reversed(sides), strict=True):
+        link.connect(other.offer())
+    return sides
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_row_of_states_is_written_with_blocks_of_pages(name):
+    (here, *given), (there, pages, state, parts) = with_states(name, (6, 9), (3, 5))
+    transfer = here.start_write([6 + 1, 2], [9 + 4, 0], b"both")
+    assert until(lambda: there.notices() or (transfer.done() and None)) == [b"both"]
+    assert torch.equal(pages[0], given[0][2])
+    assert torch.equal(state[4], given[1][1])
+    assert torch.equal(parts[4, 0, :2], given[2][1, 0, :2])
+    assert torch.equal(parts[4, 1, 2:], given[2][1, 1, 2:])
+    assert [each.count_nonzero() for each in (pages, state, parts)] == [2, 3, 5]
+    for ours, theirs in (([6], [0]), ([0], [9]), ([6 + 3], [9]), ([6], [9 + 5])):
+        with pytest.raises(ConfigError, match="block of pages can't go to a block of states|blocks, and was asked for"):
+            here.start_write(ours, theirs, b"")
+    for link in (here, there):
+        link.close()
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "notice", "message"),
     [
@@ -133,10 +165,15 @@ def test_regions_that_differ_do_not_connect(name):
     two = transport.open([torch.zeros(4, 3)], BACKEND, accepts=False, host="127.0.0.1")
     with pytest.raises(ConfigError, match="need the same model, dtype, page size and proposer"):
         one.connect(two.offer())
+    row = transport.open([torch.zeros(4, 2)], BACKEND, accepts=False, host="127.0.0.1", states=[torch.zeros(2, 3)])
+    with pytest.raises(
+        ConfigError, match=r"recurrent states of \[12\] bytes a row, this one \[\]: the engines need the same"
+    ):
+        one.connect(row.offer())
     for broken in (b"", b"[]", b"{", b'{"transport": "x"}', two.offer()[:-9] + b'"}', b"[" * 100_000):
         with pytest.raises(ConfigError):
             one.connect(broken)
-    for link in (one, two):
+    for link in (one, two, row):
         link.close()
 
 

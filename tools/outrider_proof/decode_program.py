@@ -45,7 +45,13 @@ class Network:
         self.engines = first, second
         transport = LocalTransport()
         self.links = tuple(
-            transport.open(engine.page_memory, engine.backend, accepts=not side, host="127.0.0.1")
+            transport.open(
+                engine.page_memory,
+                engine.backend,
+                accepts=not side,
+                host="127.0.0.1",
+                states=engine.state_memory,
+            )
             for side, engine in enumerate(self.engines)
         )
         for link, other in zip(self.links, reversed(self.links), strict=True):
@@ -384,8 +390,7 @@ class Serving:
         return SamplingParams(max_tokens=arrival.max_tokens)
 
     def _move(self, index: int, side: int, request: int) -> None:
-        has_pages_alone = self._engines[side].model.config.recurrent is None  # the network moves no other state
-        if has_pages_alone and (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
+        if (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
             self._move_by_network(index, side, request)
             return
         try:

@@ -1,1 +1,3 @@
-"""Prefill/decode disaggregation: one engine prefills, another decodes, and a link transfers KV pages between them."""
+"""Prefill/decode disaggregation: one engine prefills, another decodes, and a link transfers KV pages and recurrent
+states between them.
+"""

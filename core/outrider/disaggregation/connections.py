@@ -25,7 +25,7 @@ from typing import Any
 
 from outrider.device import ConfigError, OutriderError
 
-VERSION = 3
+VERSION = 4
 """Version of the messages. It rises when an older process could misunderstand a message."""
 _MAGIC = b"ORPD"
 _FRAME = struct.Struct("<4sIQ")

@@ -6,7 +6,8 @@ with :meth:`~outrider.engine.engine.Engine.ask_ranks`, in JSON, between two iter
 :class:`FollowerLinks` executes the requests.
 
 A prefill engine of one rank has all heads of a page, and a tensor-parallel decode rank has its part of them. Both sides then
-transfer *token slots* instead of pages. A slot is contiguous on both sides, and the transport copies it without staging.
+transfer *token slots* instead of pages. A slot is contiguous on both sides, and the transport copies it without staging. The
+same holds for the parts of recurrent states: a rank's heads of the delta rule, and its channels of each convolution input.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from outrider.device import CapabilityError, ConfigError, DeviceError, EngineStopped, OutriderError
 from outrider.engine.engine import Engine
 from outrider.engine.requests.hand_over import ExpectedPages
-from outrider.model import Shard
+from outrider.model import RecurrentConfig, Shard
 from outrider.transports import Link, LinkDown, Transport
 
 _KV_DIMS = 4
@@ -48,16 +49,42 @@ def slots_of_part(caches: Sequence[Tensor], rank: Shard) -> tuple[Tensor, ...]:
     return tuple(parts)
 
 
-def registered_memory(caches: Sequence[Tensor], tensor_ranks: int) -> tuple[Tensor, ...]:
-    """Return the regions that a decode rank registers with its link: ``caches`` themselves, or views of their token slots if
-    the rank is one of several tensor-parallel ranks.
+def states_of_part(states: Sequence[Tensor], config: RecurrentConfig, rank: Shard) -> tuple[Tensor, ...]:
+    """Return views [rows, elements] of the part of ``states`` that tensor-parallel rank ``rank`` holds. ``states`` are those
+    of :class:`~outrider.model.LayerState`, of an engine with the layers of ``config``.
     """
-    return tuple(caches) if tensor_ranks == 1 else slots_of_part(caches, Shard())
+    parts = []
+    widths = (config.key_width, config.key_width, config.value_width)
+    for convolution, delta in zip(states[::2], states[1::2], strict=True):
+        for inputs in convolution.unbind(1):
+            parts += [channels[:, slice(*rank.even(channels.shape[1]))] for channels in inputs.split(widths, 1)]
+        parts.append(delta[:, slice(*rank.even(delta.shape[1]))].flatten(1))
+    return tuple(parts)
 
 
-def slots_of_pages(pages: Sequence[int], page_size: int) -> list[int]:
-    """Return the numbers of the token slots of ``pages``, in order."""
-    return [page * page_size + slot for page in pages for slot in range(page_size)]
+def registered_memory(engine: Engine, tensor_ranks: int, part: Shard | None = None) -> tuple[tuple[Tensor, ...], ...]:
+    """Return the regions and the states that a link registers between a prefill engine and one of ``tensor_ranks``
+    tensor-parallel ranks of a decode server: the memory of ``engine`` itself, or with several ranks views of token slots.
+
+    ``part`` is the rank's part of a prefill engine's memory. A rank registers all of its own.
+    """
+    if tensor_ranks == 1:
+        return engine.page_memory, engine.state_memory
+    part, recurrent = part or Shard(), engine.model.config.recurrent
+    states = () if recurrent is None else states_of_part(engine.state_memory, recurrent, part)
+    return slots_of_part(engine.page_memory, part), states
+
+
+def slots_of_pages(pages: Sequence[int], page_size: int, num_slots: int) -> list[int]:
+    """Return the block numbers of the token slots of ``pages``, in order, on a side with ``num_slots`` slots. The number of a
+    state row becomes the one that it has after the slots.
+    """
+    num_pages = num_slots // page_size
+    numbers: list[int] = []
+    for page in pages:
+        is_row = page >= num_pages
+        numbers += [num_slots + page - num_pages] if is_row else range(page * page_size, (page + 1) * page_size)
+    return numbers
 
 
 class LandingRegistry:
@@ -253,8 +280,8 @@ class FollowerLinks:
         number = query["link"]
         if query["do"] == "open":
             engine = self._engine
-            regions = registered_memory(engine.page_memory, engine.model.shards.attention.size)
-            link = self._transport.open(regions, engine.backend, accepts=False, host=query["host"])
+            regions, states = registered_memory(engine, engine.model.shards.attention.size)
+            link = self._transport.open(regions, engine.backend, accepts=False, host=query["host"], states=states)
             self._links[number], self._waits_for_free[number] = link, {}
             return {"offer": base64.b64encode(link.offer()).decode()}
         if query["do"] == "connect":

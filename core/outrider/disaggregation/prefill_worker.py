@@ -277,7 +277,9 @@ class PrefillWorker:
             raise WireError(f"ticket {ticket} is to go to group {group}, and the peer has {groups}")
         local, remote = list(job.lent.pages), [codec.decode_int(page) for page in pages]
         if tensor > 1:
-            local, remote = (slots_of_pages(each, self.engine.config.page_size) for each in (local, remote))
+            link, page_size = peer.links[group * tensor], self.engine.config.page_size
+            local = slots_of_pages(local, page_size, link.blocks)
+            remote = slots_of_pages(remote, page_size, link.peer_blocks)
         transfers: dict[int, PageTransfer] = {}
         try:
             for rank in range(group * tensor, (group + 1) * tensor):

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
-
 from outrider.device import ConfigError
 from outrider.disaggregation import codec
 from outrider.disaggregation.connections import (
@@ -25,13 +23,13 @@ from outrider.disaggregation.page_landing import (
     LandingRegistry,
     PageLanding,
     registered_memory,
-    slots_of_part,
 )
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.ranks import MAX_RANKS, ParallelConfig
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.errors import RequestError
+from outrider.model import Shard
 from outrider.transports import Link, LinkDown, Transport
 
 LogLine = Callable[[str], None]
@@ -148,8 +146,10 @@ class DisaggregationServer(ABC):
         except (WireError, LinkDown) as error:
             self._hub.disconnect(event.peer, str(error))
 
-    def _open_link(self, host: str, regions: Sequence[Tensor], *, accepts: bool) -> Link:
-        return self._transport.open(regions, self.engine.backend, accepts=accepts, host=host)
+    def _open_link(self, host: str, tensor_ranks: int, part: Shard | None = None, *, accepts: bool) -> Link:
+        """Open a link over the memory that :func:`registered_memory` returns for ``tensor_ranks`` and ``part``."""
+        regions, states = registered_memory(self.engine, tensor_ranks, part)
+        return self._transport.open(regions, self.engine.backend, accepts=accepts, host=host, states=states)
 
     def _check_engine(self, message: WireMessage | None, fit: Mapping[str, Any]) -> tuple[bytes, ...]:
         """Return the link offers of the peer's engine. Raises :class:`ConfigError` if its description doesn't fit ``fit``."""
@@ -228,7 +228,7 @@ class PrefillServer(DisaggregationServer):
             self._send_status(event)
 
     def _try_link(self, host: str) -> None:
-        self._open_link(host, self.engine.page_memory, accepts=True).close()
+        self._open_link(host, 1, accepts=True).close()
 
     def _start_handshake(self, peer: int) -> None:
         del peer  # the decode server sends the first message, with the number of its ranks
@@ -236,7 +236,7 @@ class PrefillServer(DisaggregationServer):
     def _finish_handshake(self, peer: int, message: WireMessage | None, landing: PageLanding | None) -> None:
         del landing
         links: list[Link] = []
-        fit, pages = self._fit, self.engine.page_memory
+        fit = self._fit
         try:
             layout = _layout_of(message)
             fit = codec.engine_fit(self.engine, layout.shards(0))
@@ -245,8 +245,7 @@ class PrefillServer(DisaggregationServer):
                 raise WireError(f"it offers {len(offers)} links for {layout.world} ranks")
             for rank, offer in enumerate(offers):
                 part = layout.shards(rank).attention
-                regions = pages if part.size == 1 else slots_of_part(pages, part)
-                links.append(self._open_link(self.address.host, regions, accepts=True))
+                links.append(self._open_link(self.address.host, part.size, part, accepts=True))
                 links[-1].connect(offer)
         except (ConfigError, WireError, LinkDown) as error:
             for link in links:
@@ -343,8 +342,7 @@ class DecodeServer(DisaggregationServer):
         self._open_landing(host).close()
 
     def _open_landing(self, host: str) -> PageLanding:
-        link = self._open_link(host, registered_memory(self.engine.page_memory, self._layout.tensor), accepts=False)
-        return self._landings.open_landing(link, host)
+        return self._landings.open_landing(self._open_link(host, self._layout.tensor, accepts=False), host)
 
     def _start_handshake(self, peer: int) -> PageLanding:
         landing = self._open_landing(self.address.host)

@@ -480,6 +480,13 @@ class Engine:
         """All tensors that have pages, [pages, ...] each, for the life of the engine. A link registers them."""
         return self._parts.transfer.paged_caches
 
+    @property
+    def state_memory(self) -> tuple[Tensor, ...]:
+        """All states of recurrent layers, [rows, ...] each, for the life of the engine; empty for a model without recurrent
+        layers. A link registers them.
+        """
+        return self._parts.transfer.states
+
     def ask_ranks(self, said: str) -> tuple[str, ...]:
         """Request a vote from every other rank and return the answers in the order of ranks. Each rank answers with the
         ``answer`` that its :meth:`Engine.follow` received, after all earlier calls of this engine. The call waits for the

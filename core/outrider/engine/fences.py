@@ -5,8 +5,8 @@ ends:
 
 - The stash is written and gathered on forward.
 - Every access to KV pages is on forward, so the reuse of a page is ordered.
-- Every access to the states of recurrent layers is on forward: prefill, verify, the commit after acceptance, and the copies
-  of the prefix cache. So the reuse of a row or of a checkpoint is ordered.
+- Every access of the engine to the states of recurrent layers is on forward: prefill, verify, the commit after acceptance,
+  and the copies of the prefix cache. So the reuse of a row or of a checkpoint is ordered.
 - Sequence lengths are resolved on schedule before the *inputs ready* of their own iteration.
 - The plan of an iteration never meets the verify of the iteration before: *shared reads done* follows that verify on forward.
 - A fused iteration unpacks its inputs on forward, after the reads of the iteration before.
@@ -133,28 +133,28 @@ FENCES: tuple[FenceSpec, ...] = (
         "forward",
         ("host",),
         Hazard.READ_AFTER_WRITE,
-        "pages and relay of a request that leaves for an engine elsewhere, against the network card's reads",
+        "pages, recurrent states and relay of a request that leaves for elsewhere, against the network card's reads",
     ),
     FenceSpec(
         "pages_read",
         "network",
         ("host",),
         Hazard.WRITE_AFTER_READ,
-        "pages of a request that left, against the next request that gets these pages",
+        "pages and recurrent states of a request that left, against the next request that gets these pages and this row",
     ),
     FenceSpec(
         "pages_free",
         "forward",
         ("host",),
         Hazard.WRITE_AFTER_READ,
-        "pages reserved for a request that comes from elsewhere, against the network card's writes",
+        "pages and row of states reserved for a request that comes from elsewhere, against the network card's writes",
     ),
     FenceSpec(
         "pages_written",
         "network",
         ("host",),
         Hazard.READ_AFTER_WRITE,
-        "pages that the network card wrote, against the iteration that the request enters in",
+        "pages and recurrent states that the network card wrote, against the iteration that the request enters in",
     ),
 )
 

@@ -6,7 +6,7 @@ iterations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -26,24 +26,21 @@ from outrider.errors import RequestError
 class PageLending:
     """The requests that move to or from other engines while a network card reads or writes their KV pages.
 
-    Raises :class:`ConfigError` at creation for an engine whose requests have device state outside of pages, or whose ranks
-    share out each page.
+    The recurrent states of a request move with its pages: the card reads and writes the request's row of states, which is
+    reserved like its pages.
     """
 
     def __init__(self, parts: EngineParts, loop: Loop, admission: Admission, session: Session) -> None:
         self._parts, self._loop, self._admission, self._session = parts, loop, admission, session
         self._guard = loop.failure_recovery.guard_device_work
-        if parts.model.config.recurrent is not None:
-            raise ConfigError(
-                "the model has recurrent layers, and a network card moves pages alone, not the states of these layers: the "
-                "engine can't lend requests or borrow them; use hand_over in one process, or prefill and decode on one engine"
-            )
         self._scheduler = loop.scheduler
+        self._has_states = parts.model.config.recurrent is not None
         self._group, self._has_page_parts = loop.decision_log.own_group, loop.decision_log.has_page_parts
         transfers = len(parts.fences.pages_ready) + 1
         self._leaving = FreeList("slot for a request that leaves", transfers)
         self._coming = FreeList("slot for a request that comes", transfers)
-        self._lent: dict[LentPages, list[int]] = {}
+        self._lent: dict[LentPages, tuple[int, list[int]]] = {}
+        """Row, 0 if the row was freed, and pages of each request that was lent."""
         self._returned: list[LentPages] = []
         """Requests whose relay may still be being copied to the host: they were cancelled before *pages ready*."""
         self._expected: dict[ExpectedPages, Request] = {}
@@ -93,27 +90,40 @@ class PageLending:
             self._leaving.give_back(slot)
             raise
         self._loop.hand_over_request(request)
-        held = scheduler.detach_pages(request)
-        filled = tuple(held[: -(-(state.length + 1) // scheduler.pages.page_size)])
-        lent = LentPages(state=state, pages=filled, relay=relay, ready=ready, read=read, slot=slot)
-        self._lent[lent] = held
+        row, held = scheduler.detach(request)
+        if not self._has_states:
+            scheduler.rows.give_back(row)
+            row = 0
+        lent = LentPages(state=state, pages=self._blocks(state, row, held), relay=relay, ready=ready, read=read, slot=slot)
+        self._lent[lent] = row, held
         return lent
 
+    def _blocks(self, state: RequestState, row: int, pages: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers of the blocks that move: the one of the state ``row``, if any, and the filled ones of
+        ``pages``.
+        """
+        filled = pages[: -(-(state.length + 1) // self._parts.config.page_size)]
+        return (*([self._parts.config.num_pages + row] if row else []), *filled)
+
     def returned(self, lent: LentPages) -> None:
-        """Free the pages of a request that was lent. The caller has seen *pages read*, or no transfer began.
+        """Free pages and row of a request that was lent. The caller has seen *pages read*, or no transfer began.
 
         Raises :class:`RequestError` if the pages were freed before, or belong to another engine.
         """
         with self._session.use():
             if lent not in self._lent:
                 raise RequestError("these pages were given back before, or belong to another engine")
-            self.check_lends().pages.give_back(self._lent.pop(lent))
+            row, pages = self._lent.pop(lent)
+            self.check_lends().pages.give_back(pages)
+            if row:
+                self.check_lends().rows.give_back(row)
             self._leaving.give_back(lent.slot)
             self._returned.append(lent)
 
     def expect(self, state: RequestState, group: int | None = None) -> ExpectedPages | None:
-        """Reserve pages for a request that another engine of the same model and kind of proposer lends. Returns None if pages
-        are short; try again after a step. Raises :class:`RequestError` for a request that the engine cannot serve.
+        """Reserve pages for a request that another engine of the same model and kind of proposer lends, and a row with
+        recurrent layers. Returns None if they are short; try again after a step. Raises :class:`RequestError` for a request
+        that the engine cannot serve.
 
         With data-parallel ranks the pages belong to one group, whose ranks learn of them with the next decision record.
         Follower ranks pass its number.
@@ -138,8 +148,8 @@ class PageLending:
         slot = self._coming.allocate()
         fences = self._parts.fences
         free, written = fences.pages_free[slot - 1], fences.pages_written[slot - 1]
-        filled = tuple(request.pages[: -(-(state.length + 1) // self._scheduler.pages.page_size)])
-        expected = ExpectedPages(request=request_id, pages=filled, free=free, written=written, slot=slot, group=request.group)
+        blocks = self._blocks(state, request.row, request.pages)
+        expected = ExpectedPages(request=request_id, pages=blocks, free=free, written=written, slot=slot, group=request.group)
         self._expected[expected] = request
         self.expected[request_id] = expected
         if self.has_pages(expected):
@@ -193,7 +203,7 @@ class PageLending:
         self._loop.add(request)
 
     def abandon(self, expected: ExpectedPages) -> None:
-        """Free the pages reserved for a request that will not arrive. The caller knows that the network card writes none of
+        """Free what is reserved for a request that will not arrive. The caller knows that the network card writes none of
         them: no transfer began, or the transfer or its link has ended.
         """
         with self._session.use():
@@ -204,11 +214,11 @@ class PageLending:
     def _reserve(self, request: Request, group: int | None) -> bool:
         scheduler = self._scheduler
         if isinstance(scheduler, Scheduler):
-            return scheduler.reserve(request)
+            return scheduler.reserve(request, needs_row=self._has_states)
         known = [*self._loop.requests.values(), *self._expected.values()]
         for chosen in scheduler.by_load(known) if group is None else (group,):
             request.group = chosen
-            if scheduler.reserve(request):
+            if scheduler.reserve(request, needs_row=self._has_states):
                 return True
         return False
 

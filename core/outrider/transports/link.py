@@ -8,6 +8,9 @@ a region counts *blocks*. Block ``i`` of an engine's page memory, for example, i
 writes selected blocks of every region to the other side. A link exchanges no other data: the caller sends the *offer* of each
 side, a byte string that the other side's link needs to connect.
 
+*States.* A link of engines with recurrent layers has further regions, the *states*. Their blocks are rows: row ``i`` is block
+number ``blocks + i`` of its side, where ``blocks`` is the number of blocks of each other region there.
+
 *Order.* Only the host orders a network card. A transfer may read and write memory from the call that starts it until the host
 learns that it is over. Device streams aren't ordered with it. So before the call, the caller makes sure that its own blocks
 are filled and that the other side's blocks are free. Two transfers of a link are unordered, unless one was over before the
@@ -67,29 +70,29 @@ class Link(ABC):
     """One side of a connection. The module describes order, lifetime, errors and threads.
 
     ``regions`` are tensors [blocks, ...] on the device of ``backend``, all with the same number of blocks. Each block is
-    contiguous. Blocks of a region may have gaps between them, so that a region can be a part of the KV heads.
+    contiguous. Blocks of a region may have gaps between them, so that a region can be a part of the KV heads. ``states`` are
+    tensors [rows, ...] with the same properties.
     """
 
-    def __init__(self, transport: str, regions: Sequence[Tensor], backend: Backend) -> None:
+    def __init__(self, transport: str, regions: Sequence[Tensor], backend: Backend, states: Sequence[Tensor] = ()) -> None:
         self.transport = transport
-        self.regions = tuple(regions)
+        self.regions = (*regions, *states)
+        """All regions: those of pages, then the states."""
         self.backend = backend
-        counts = {region.shape[0] if region.dim() else 0 for region in self.regions}
-        if len(counts) != 1 or 0 in counts:
-            raise ConfigError(f"the regions of a link have {sorted(counts)} blocks; expected one number for all, above 0")
+        self.blocks, self.rows = _count_blocks(regions), _count_blocks(states) if states else 0
         if not all(region[0].is_contiguous() for region in self.regions):
             raise ConfigError("a region of a link isn't contiguous: a block of it would be scattered over memory")
-        (self.blocks,) = counts
-        self.block_bytes = tuple(region.numel() // self.blocks * region.element_size() for region in self.regions)
-        self.peer_blocks = 0
+        self.block_bytes, self.row_bytes = _bytes_of_blocks(regions), _bytes_of_blocks(states)
+        self.peer_blocks = self.peer_rows = 0
 
     def offer(self) -> bytes:
         """Return the argument for the other side's :meth:`connect`, at most ``OFFER_BYTES`` long.
 
         Each call returns the same bytes.
         """
-        text = {"transport": self.transport, "blocks": self.blocks, "block_bytes": list(self.block_bytes)}
-        return json.dumps(text | {"address": base64.b64encode(self._offer()).decode()}).encode()
+        text = {"transport": self.transport, "address": base64.b64encode(self._offer()).decode()}
+        text |= {name: getattr(self, name) for name in _SIZES}
+        return json.dumps(text).encode()
 
     def connect(self, offer: bytes) -> None:
         """Connect with the other side's offer. Both sides call this once, in any order.
@@ -100,18 +103,21 @@ class Link(ABC):
         fields = _decode_offer(offer)
         if fields["transport"] != self.transport:
             raise ConfigError(f"the other side's transport is {fields['transport']!r}, this one's {self.transport!r}")
-        if tuple(fields["block_bytes"]) != self.block_bytes:
-            raise ConfigError(
-                f"the other side registers regions of {fields['block_bytes']} bytes a block, this one "
-                f"{list(self.block_bytes)}: the engines need the same model, dtype, page size and proposer"
-            )
-        self.peer_blocks = fields["blocks"]
+        for name, of in (("block_bytes", "regions of {} bytes a block"), ("row_bytes", "recurrent states of {} bytes a row")):
+            theirs, ours = fields[name], list(getattr(self, name))
+            if theirs != ours:
+                raise ConfigError(
+                    f"the other side registers {of.format(theirs)}, this one {ours}: the engines need the same model, dtype, "
+                    "page size and proposer"
+                )
+        self.peer_blocks, self.peer_rows = fields["blocks"], fields["rows"]
         self._connect(fields["address"])
 
     def start_write(
         self, local_blocks: Sequence[int], peer_blocks: Sequence[int], notice: bytes, *, read: Fence | None = None
     ) -> PageTransfer:
-        """Start to write block ``local_blocks[i]`` to the other side's block ``peer_blocks[i]``, for each i and region.
+        """Start to write block ``local_blocks[i]`` to the other side's block ``peer_blocks[i]``, for each i and each region
+        that has such blocks. A block of states goes to a block of states.
 
         The other side's :meth:`notices` returns ``notice`` after all bytes are in its memory. The bytes are then visible to
         all work that it enqueues or starts. A link that copies on device streams signals the fence ``read`` after its copies,
@@ -160,10 +166,17 @@ class Link(ABC):
             raise LinkDown("this link isn't connected; connect it with the other side's offer first")
         if len(local_blocks) != len(peer_blocks) or not local_blocks:
             raise ConfigError(f"{len(local_blocks)} blocks can't go to {len(peer_blocks)}; expected as many, at least one")
-        check_blocks(local_blocks, self.blocks, "this side")
-        check_blocks(peer_blocks, self.peer_blocks, "the other side")
+        check_blocks(local_blocks, self.blocks + self.rows, "this side")
+        check_blocks(peer_blocks, self.peer_blocks + self.peer_rows, "the other side")
+        if [block < self.blocks for block in local_blocks] != [block < self.peer_blocks for block in peer_blocks]:
+            raise ConfigError("a block of pages can't go to a block of states, nor the reverse")
         if len(notice) > NOTICE_BYTES:
             raise ConfigError(f"a notice of {len(notice)} bytes is too long; expected at most {NOTICE_BYTES}")
+
+    def _split(self, numbers: Sequence[int], blocks: int) -> list[list[int]]:
+        """Return the blocks of each region among the block ``numbers`` of a side with ``blocks`` blocks of pages."""
+        paged, rows = [each for each in numbers if each < blocks], [each - blocks for each in numbers if each >= blocks]
+        return [paged] * len(self.block_bytes) + [rows] * len(self.row_bytes)
 
 
 class Transport(ABC):
@@ -173,8 +186,10 @@ class Transport(ABC):
     """Name of the transport's entry point."""
 
     @abstractmethod
-    def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> Link:
-        """Register ``regions`` and create one side of a link, which isn't connected yet.
+    def open(
+        self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str, states: Sequence[Tensor] = ()
+    ) -> Link:
+        """Register ``regions`` and ``states``, and create one side of a link, which isn't connected yet.
 
         The side with ``accepts`` listens, and the other side connects to it. ``host`` is this machine's address for the
         other side, and the only address on which the transport may listen. Raises
@@ -190,20 +205,36 @@ def check_blocks(blocks: Sequence[int], count: int, whose: str) -> None:
         raise ConfigError(f"a block of {whose} is named twice in one transfer")
 
 
+_SIZES = ("blocks", "block_bytes", "rows", "row_bytes")
+"""Fields of an offer that describe the registered memory: attributes of :class:`Link`."""
+
+
+def _count_blocks(regions: Sequence[Tensor]) -> int:
+    """Return the number of blocks of each of ``regions``. Raises :class:`ConfigError` unless it is one number above 0."""
+    counts = {region.shape[0] if region.dim() else 0 for region in regions}
+    if len(counts) != 1 or 0 in counts:
+        raise ConfigError(f"the regions of a link have {sorted(counts)} blocks; expected one number for all, above 0")
+    return counts.pop()
+
+
+def _bytes_of_blocks(regions: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(region[0].numel() * region.element_size() for region in regions)
+
+
 def _decode_offer(offer: bytes) -> dict[str, Any]:
     """Return the checked fields of an offer. Raises :class:`ConfigError` for an offer that is too long or unreadable."""
     if len(offer) > OFFER_BYTES:
         raise ConfigError(f"the other side's offer has {len(offer)} bytes; expected at most {OFFER_BYTES}")
     try:
         fields = json.loads(offer)
-        transport, blocks, block_bytes = fields["transport"], fields["blocks"], fields["block_bytes"]
-        are_counts = all(type(each) is int and 0 < each < _MAX_COUNT for each in (blocks, *block_bytes))
-        if not isinstance(transport, str) or not are_counts:
+        transport, sizes = fields["transport"], {name: fields[name] for name in _SIZES}
+        counts = (sizes["blocks"], sizes["rows"] + 1, *sizes["block_bytes"], *sizes["row_bytes"])
+        if not isinstance(transport, str) or not all(type(each) is int and 0 < each < _MAX_COUNT for each in counts):
             raise ValueError("a number is missing or out of range")
         address = base64.b64decode(fields["address"], validate=True)
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
         raise ConfigError(f"the other side's offer can't be read: {error}") from None
-    return {"transport": transport, "blocks": blocks, "block_bytes": block_bytes, "address": address}
+    return sizes | {"transport": transport, "address": address}
 
 
 # -- the transport within a process --------------------------------------------------------------------------------------
@@ -223,11 +254,13 @@ class LocalTransport(Transport):
         self._links: dict[bytes, LocalLink] = {}
         self._numbers = count()
 
-    def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> LocalLink:
-        """Create one side of a link over ``regions``. ``accepts`` and ``host`` are ignored."""
+    def open(
+        self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str, states: Sequence[Tensor] = ()
+    ) -> LocalLink:
+        """Create one side of a link over ``regions`` and ``states``. ``accepts`` and ``host`` are ignored."""
         del accepts, host
         key = b"local %d" % next(self._numbers)
-        link = LocalLink(self, key, regions, backend)
+        link = LocalLink(self, key, regions, backend, states)
         self._links[key] = link
         return link
 
@@ -241,8 +274,15 @@ class LocalTransport(Transport):
 class LocalLink(Link):
     """One side of a local link. A write is a series of copies on the link's stream."""
 
-    def __init__(self, transport: LocalTransport, key: bytes, regions: Sequence[Tensor], backend: Backend) -> None:
-        super().__init__(transport.name, regions, backend)
+    def __init__(
+        self,
+        transport: LocalTransport,
+        key: bytes,
+        regions: Sequence[Tensor],
+        backend: Backend,
+        states: Sequence[Tensor],
+    ) -> None:
+        super().__init__(transport.name, regions, backend, states)
         self._transport, self._key = transport, key
         self._stream = backend.create_stream("network")
         self._peer: LocalLink | None = None
@@ -288,10 +328,11 @@ class LocalLink(Link):
 
     def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> PageTransfer:
         peer, read = self._require_peer(), read or self._create_fence()
+        sources = self._split(local_blocks, self.blocks)
         if peer.backend is not self.backend:
-            staging = self._create_staging(len(local_blocks))
-            for region, buffer in zip(self.regions, staging, strict=True):
-                for staged, blocks in _runs(range(len(local_blocks)), local_blocks):
+            staging = self._create_staging(sources)
+            for region, buffer, own in zip(self.regions, staging, sources, strict=True):
+                for staged, blocks in _runs(range(len(own)), own):
                     with self.backend.on(self._stream):
                         packed = region[blocks].contiguous()  # a copy only if the region has gaps
                     self.backend.copy_async(buffer.tensor[staged], packed, stream=self._stream)
@@ -302,8 +343,9 @@ class LocalLink(Link):
 
             return _LocalTransfer(self, read, pass_to_peer)
         with self.backend.on(self._stream):
-            for target, source in zip(peer.regions, self.regions, strict=True):
-                for target_blocks, source_blocks in _runs(peer_blocks, local_blocks):
+            targets = self._split(peer_blocks, peer.blocks)
+            for target, source, numbers in zip(peer.regions, self.regions, zip(targets, sources, strict=True), strict=True):
+                for target_blocks, source_blocks in _runs(*numbers):
                     target[target_blocks].copy_(source[source_blocks])
         read.signal(self._stream)
         written = peer._expected.pop(notice, None) or self._create_fence()
@@ -311,19 +353,23 @@ class LocalLink(Link):
         peer._arriving.append((notice, written, []))
         return _LocalTransfer(self, read)
 
-    def _create_staging(self, num_blocks: int) -> list[PinnedBuffer]:
-        """Return a pinned host buffer for ``num_blocks`` blocks of each region."""
-        buffers = [self.backend.empty_pinned("link", (num_blocks, *each.shape[1:]), each.dtype) for each in self.regions]
+    def _create_staging(self, blocks: Sequence[Sequence[int]]) -> list[PinnedBuffer]:
+        """Return a pinned host buffer for ``blocks`` of each region."""
+        buffers = [
+            self.backend.empty_pinned("link", (len(numbers), *region.shape[1:]), region.dtype)
+            for region, numbers in zip(self.regions, blocks, strict=True)
+        ]
         for buffer in buffers:
             buffer.renew()
         return buffers
 
     def _write_from_host(self, notice: bytes, blocks: list[int], values: list[Tensor]) -> None:
         """Copy a write from another backend, which is in host memory, to this side's blocks."""
-        staging = self._create_staging(len(blocks))
-        for region, buffer, value in zip(self.regions, staging, values, strict=True):
+        targets = self._split(blocks, self.blocks)
+        staging = self._create_staging(targets)
+        for region, buffer, value, own in zip(self.regions, staging, values, targets, strict=True):
             buffer.tensor.copy_(value)
-            for written_blocks, staged in _runs(blocks, range(len(blocks))):
+            for written_blocks, staged in _runs(own, range(len(own))):
                 self.backend.copy_async(region[written_blocks], buffer.tensor[staged], stream=self._stream)
         written = self._expected.pop(notice, None) or self._create_fence()
         written.signal(self._stream)

@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -47,18 +48,29 @@ class NixlTransport(Transport):
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._devices, self._errors = devices, errors
 
-    def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> NixlLink:
+    def open(
+        self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str, states: Sequence[Tensor] = ()
+    ) -> NixlLink:
         """Create an agent and register the regions with it. Both sides connect in the same way: ``accepts`` is ignored."""
         del accepts
         devices = self._devices or (_LOOPBACK_DEVICE if host.startswith(_LOOPBACK_PREFIX) else "")
-        return NixlLink(self._api, regions, backend, devices=devices, errors=self._errors)
+        return NixlLink(self._api, regions, backend, states, devices=devices, errors=self._errors)
 
 
 class NixlLink(Link):
     """One side of a link, with one NIXL agent. The agent numbers the blocks of all regions, region after region."""
 
-    def __init__(self, api: Any, regions: Sequence[Tensor], backend: Backend, *, devices: str, errors: str) -> None:
-        super().__init__(NixlTransport.name, regions, backend)
+    def __init__(
+        self,
+        api: Any,
+        regions: Sequence[Tensor],
+        backend: Backend,
+        states: Sequence[Tensor],
+        *,
+        devices: str,
+        errors: str,
+    ) -> None:
+        super().__init__(NixlTransport.name, regions, backend, states)
         on_host = {region.device.type == "cpu" for region in self.regions}
         if len(on_host) != 1 or backend.control is not None:
             raise CapabilityError(f"nixl can't register memory of {backend.label}: it has no address")
@@ -117,12 +129,21 @@ class NixlLink(Link):
             for region in self.regions
         ]
 
+    def _counts(self, blocks: int, rows: int) -> list[int]:
+        """Return the number of blocks of each region on a side with ``blocks`` blocks of pages and ``rows`` of states."""
+        return [blocks] * len(self.block_bytes) + [rows] * len(self.row_bytes)
+
     def _spans(self) -> list[tuple[int, int, int, str]]:
-        """Return (address, bytes, device index, label) of the memory from the first to the last byte of each region."""
-        return [
-            (address, (self.blocks - 1) * stride + size, device, "")
-            for (address, device, stride), size in zip(self._region_addresses(), self.block_bytes, strict=True)
-        ]
+        """Return (address, bytes, device index, label) of the memory of all regions. Regions that overlap are one span."""
+        spans: list[tuple[int, int, int, str]] = []
+        counts, sizes = self._counts(self.blocks, self.rows), (*self.block_bytes, *self.row_bytes)
+        for (address, device, stride), count, size in sorted(zip(self._region_addresses(), counts, sizes, strict=True)):
+            start, end = address, address + (count - 1) * stride + size
+            if spans and spans[-1][2] == device and start < sum(spans[-1][:2]):
+                last = spans.pop()
+                start, end = last[0], max(sum(last[:2]), end)
+            spans.append((start, end - start, device, ""))
+        return spans
 
     def _offer(self) -> bytes:
         text = {
@@ -151,19 +172,20 @@ class NixlLink(Link):
             self._peer = added.decode() if isinstance(added, bytes) else str(added)
             if self._peer != name:
                 raise LinkDown("the other side's NIXL agent has another name than it says")
-            local = self._make_descriptors(self._region_addresses(), self.blocks)
+            local = self._make_descriptors(self._region_addresses(), self._counts(self.blocks, self.rows))
             self._local_descriptors = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self._memory)
-            remote = self._make_descriptors(regions, self.peer_blocks)
+            remote = self._make_descriptors(regions, self._counts(self.peer_blocks, self.peer_rows))
             self._peer_descriptors = self._agent.prep_xfer_dlist(self._peer, remote, memory)
 
-    def _make_descriptors(self, regions: list[list[int]], blocks: int) -> Any:
-        """Return (address, bytes, device index) of each block, as a uint64 array [regions x blocks, 3]."""
-        rows = np.empty((len(regions) * blocks, 3), dtype=np.uint64)
-        for index, ((address, device, stride), size) in enumerate(zip(regions, self.block_bytes, strict=True)):
-            part = rows[index * blocks : (index + 1) * blocks]
-            part[:, 0] = np.uint64(address) + np.arange(blocks, dtype=np.uint64) * np.uint64(stride)
+    def _make_descriptors(self, regions: list[list[int]], counts: list[int]) -> Any:
+        """Return (address, bytes, device index) of each block, as a uint64 array [all blocks of all regions, 3]."""
+        parts = []
+        for (address, device, stride), count, size in zip(regions, counts, (*self.block_bytes, *self.row_bytes), strict=True):
+            part = np.empty((count, 3), dtype=np.uint64)
+            part[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(stride)
             part[:, 1], part[:, 2] = size, device
-        return rows
+            parts.append(part)
+        return np.concatenate(parts)
 
     def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> PageTransfer:
         del read
@@ -172,9 +194,9 @@ class NixlLink(Link):
             handle = self._agent.make_prepped_xfer(
                 "WRITE",
                 self._local_descriptors,
-                self._descriptor_indices(local_blocks, self.blocks),
+                self._descriptor_indices(local_blocks, self.blocks, self.rows),
                 self._peer_descriptors,
-                self._descriptor_indices(peer_blocks, self.peer_blocks),
+                self._descriptor_indices(peer_blocks, self.peer_blocks, self.peer_rows),
                 notice,
             )
             state = self._agent.transfer(handle)
@@ -182,10 +204,13 @@ class NixlLink(Link):
         self._unfinished.append(transfer)
         return transfer
 
-    def _descriptor_indices(self, blocks: list[int], count: int) -> Any:
-        """Return the descriptor index of each of ``blocks`` in each region. ``count`` is the number of blocks of a region."""
-        starts = np.arange(len(self.regions), dtype=np.int32)[:, None] * np.int32(count)
-        return (starts + np.asarray(blocks, dtype=np.int32)[None, :]).reshape(-1)
+    def _descriptor_indices(self, numbers: list[int], blocks: int, rows: int) -> Any:
+        """Return the descriptor index of each of the block ``numbers`` in each region of a side with ``blocks`` blocks of
+        pages and ``rows`` of states.
+        """
+        starts = accumulate(self._counts(blocks, rows), initial=0)
+        parts = zip(starts, self._split(numbers, blocks), strict=False)
+        return np.concatenate([np.asarray(part, dtype=np.int32) + np.int32(start) for start, part in parts])
 
     def _check_up(self) -> None:
         if self._down is not None:

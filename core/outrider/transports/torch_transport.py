@@ -59,16 +59,20 @@ class TorchTransport(Transport):
 
     name = "torch"
 
-    def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> TorchLink:
+    def open(
+        self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str, states: Sequence[Tensor] = ()
+    ) -> TorchLink:
         """Create one side of a link. With ``accepts``, it listens on a free port of ``host``."""
-        return TorchLink(regions, backend, rank=0 if accepts else 1, host=host)
+        return TorchLink(regions, backend, states, rank=0 if accepts else 1, host=host)
 
 
 class TorchLink(Link):
     """One side of a gloo link. Rank 0 is the side that accepts the connection."""
 
-    def __init__(self, regions: Sequence[Tensor], backend: Backend, *, rank: int, host: str) -> None:
-        super().__init__(TorchTransport.name, regions, backend)
+    def __init__(
+        self, regions: Sequence[Tensor], backend: Backend, states: Sequence[Tensor], *, rank: int, host: str
+    ) -> None:
+        super().__init__(TorchTransport.name, regions, backend, states)
         if not dist.is_available() or not dist.is_gloo_available():
             raise CapabilityError("this torch was built without gloo, which the transport torch needs")
         if backend.control is not None:
@@ -77,7 +81,7 @@ class TorchLink(Link):
             )
         self._rank, self._host = rank, host
         self._on_host = all(region.device.type == "cpu" for region in self.regions)
-        self._flat = tuple(region.view(self.blocks, -1).view(torch.uint8) for region in self.regions)
+        self._flat = tuple(region.view(region.shape[0], -1).view(torch.uint8) for region in self.regions)
         self._lock = threading.Lock()
         self._closed = False
         self._down: str | None = None
@@ -199,13 +203,15 @@ class TorchLink(Link):
 
     def _gather_blocks(self, blocks: list[int]) -> list[Tensor]:
         """Return the bytes of ``blocks`` of each region in host memory, as uint8 tensors [blocks, bytes of a block]."""
-        index = torch.tensor(blocks, dtype=torch.int64)
+        indices = self._indices(blocks)
         if self._stream is None:
-            return [region.index_select(0, index) for region in self._flat]
+            return [region.index_select(0, index) for region, index in zip(self._flat, indices, strict=True)]
         host_parts = []
         with self.backend.on(self._stream):
-            device_index = index.to(self.backend.device)
-            device_parts = [region.index_select(0, device_index) for region in self._flat]
+            device_parts = [
+                region.index_select(0, index.to(self.backend.device))
+                for region, index in zip(self._flat, indices, strict=True)
+            ]
         for part in device_parts:
             host = self.backend.empty_pinned("link", part.shape, torch.uint8)
             host.renew()
@@ -213,6 +219,10 @@ class TorchLink(Link):
             host_parts.append(host.tensor)
         self._stream.synchronize()
         return host_parts
+
+    def _indices(self, blocks: list[int]) -> list[Tensor]:
+        """Return the blocks of each region among this side's ``blocks``, int64 each."""
+        return [torch.tensor(each, dtype=torch.int64) for each in self._split(blocks, self.blocks)]
 
     # -- the receiving thread ----------------------------------------------------------------------------------------
 
@@ -233,7 +243,7 @@ class TorchLink(Link):
         """
         header = self._receive(group, _HEADER_FIELDS, torch.int64, _HEADER_TAG).tolist()
         magic, kind, number, num_blocks, notice_bytes = header
-        if magic != _MAGIC or not 0 <= num_blocks <= self.blocks or not 0 <= notice_bytes <= NOTICE_BYTES:
+        if magic != _MAGIC or not 0 <= num_blocks <= self.blocks + self.rows or not 0 <= notice_bytes <= NOTICE_BYTES:
             raise ConfigError("the other side sent something that isn't a message")
         if kind == _Kind.END:
             self._fail("the other side closed it")
@@ -256,10 +266,9 @@ class TorchLink(Link):
 
     def _receive_blocks(self, group: Any, blocks: list[int]) -> None:
         """Receive the bytes of ``blocks`` of each region and write them to this side's memory, under the lock."""
-        check_blocks(blocks, self.blocks, "this side")
-        index = torch.tensor(blocks, dtype=torch.int64)
-        for region in self._flat:
-            values = self._receive(group, len(blocks) * region.shape[1], torch.uint8).view(len(blocks), region.shape[1])
+        check_blocks(blocks, self.blocks + self.rows, "this side")
+        for region, index in zip(self._flat, self._indices(blocks), strict=True):
+            values = self._receive(group, len(index) * region.shape[1], torch.uint8).view(len(index), region.shape[1])
             with self._lock:
                 if self._closed:
                     raise LinkDown("it was closed")

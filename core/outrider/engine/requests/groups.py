@@ -78,9 +78,9 @@ class GroupScheduler:
             load[request.group] += 1
         return sorted(range(len(load)), key=load.__getitem__)
 
-    def reserve(self, request: Request) -> bool:
+    def reserve(self, request: Request, *, needs_row: bool) -> bool:
         """Reserve pages for a request in its group, see :meth:`Scheduler.reserve`."""
-        return self._of(request).reserve(request)
+        return self._of(request).reserve(request, needs_row=needs_row)
 
     def free_reserved(self, request: Request) -> None:
         """Free the reserved pages of a request in its group, see :meth:`Scheduler.free_reserved`."""

@@ -114,7 +114,9 @@ class LentPages:
 
     state: RequestState
     pages: tuple[int, ...]
-    """Pages with the keys, values and draft caches of ``state.length`` tokens. The draft cache can have one token more."""
+    """Pages with the keys, values and draft caches of ``state.length`` tokens. The draft cache can have one token more. With
+    recurrent layers, the block number of the state row comes first (:mod:`outrider.transports.link`).
+    """
     relay: Mapping[str, Tensor] = field(repr=False)
     """The tensors that the proposer relays between iterations, by name: [1, ...] on the host."""
     ready: Fence = field(repr=False)
@@ -135,7 +137,9 @@ class ExpectedPages:
     request: int
     """The request's number in the receiving engine."""
     pages: tuple[int, ...]
-    """At least as many pages as the sender has. The network card fills the first ones."""
+    """At least as many pages as the sender has. The network card fills the first ones. With recurrent layers, the block
+    number of the state row comes first.
+    """
     free: Fence = field(repr=False)
     """The fence *pages free*, after which the network card may write the pages."""
     written: Fence = field(repr=False)

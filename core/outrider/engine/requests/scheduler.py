@@ -306,38 +306,44 @@ class Scheduler:
         self.add(request)
 
     def _release(self, request: Request) -> None:
-        self.pages.give_back(self.detach_pages(request))
+        row, pages = self.detach(request)
+        self.rows.give_back(row)
+        self.pages.give_back(pages)
 
-    def detach_pages(self, request: Request) -> list[int]:
-        """Free the row of a running request that has no iteration in flight, and return its pages.
+    def detach(self, request: Request) -> tuple[int, list[int]]:
+        """Remove a running request that has no iteration in flight, and return its row and its pages.
 
-        The caller holds the pages from now on and gives them back to the pool.
+        The caller holds row and pages from now on and gives them back to their pools.
         """
         self._running.remove(request)
         # Writes to the row that no batch has taken yet would meet those of its next owner in one operation.
         self._table_updates = [update for update in self._table_updates if update[0] != request.row]
         self._restored_states = [copy for copy in self._restored_states if copy[1] != request.row]
-        self.rows.give_back(request.row)
-        pages = request.pages
+        row, pages = request.row, request.pages
         request.pages, request.row = [], 0
         request.registered, request.page_key = 0, None
         if self.pages.checkpoints is not None:
             self.pages.checkpoints.release(request.decoded_state)
             request.decoded_state = DecodedState()
-        return pages
+        return row, pages
 
-    def reserve(self, request: Request) -> bool:
-        """Allocate pages for an unqueued request whose context another engine computes. Return False if too few are free."""
+    def reserve(self, request: Request, *, needs_row: bool) -> bool:
+        """Allocate pages for an unqueued request whose context another engine computes, and with ``needs_row`` the row that
+        its recurrent states are written to. Return False if too few are free.
+        """
         needed = self._initial_pages(request)
-        if needed > self.pages.available:
+        if needed > self.pages.available or (needs_row and not self.rows.available):
             return False
         request.pages = [self.pages.allocate() for _ in range(needed)]
+        request.row = self.rows.allocate() if needs_row else 0
         return True
 
     def free_reserved(self, request: Request) -> None:
-        """Free the pages that :meth:`reserve` allocated, if any."""
+        """Free the pages and the row that :meth:`reserve` allocated, if any."""
         self.pages.give_back(request.pages)
-        request.pages = []
+        if request.row:
+            self.rows.give_back(request.row)
+        request.pages, request.row = [], 0
 
     def _append(self, request: Request, page: int) -> None:
         self._table_updates.append((request.row, len(request.pages), page))
@@ -356,8 +362,11 @@ class Scheduler:
         """Allocate a row and the pages of the context for waiting requests, while both are free."""
         admitted: list[Request] = []
         short = False  # a more urgent request waits for pages
+        has_reserved_rows = self.rows.count - 1 - self.rows.available > len(self._running)
         for request in list(self._waiting):
-            if not self.rows.available:
+            if not self.rows.available and not request.row:
+                if has_reserved_rows:
+                    continue
                 break
             if short and not request.pages:
                 continue
@@ -373,7 +382,7 @@ class Scheduler:
             if request.arrival is None:
                 self.prefix_looked_up += len(request.context)
                 self.prefix_hits += len(hit) * self.pages.page_size
-            request.row = self.rows.allocate()
+            request.row = request.row or self.rows.allocate()
             if not reserved:
                 request.registered, request.page_key = len(hit), key
                 request.prefilled = request.prefill_start = len(hit) * self.pages.page_size

@@ -165,11 +165,11 @@ class StateTransfer:
             keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
             draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
             row = self._scalar(request.row)
-            states = tuple(self._model.kernels.gather_rows(state, row) for state in self._states)
+            states = tuple(self._model.kernels.gather_rows(state, row) for state in self.states)
             return keys_values, draft_caches, dict(self._future.gather_relay(row)), states
 
     @property
-    def _states(self) -> tuple[Tensor, ...]:
+    def states(self) -> tuple[Tensor, ...]:
         """The state tensors of all recurrent layers, [rows, ...] each."""
         return tuple(state for layer in self._cache.states for state in layer)
 
@@ -202,8 +202,8 @@ class StateTransfer:
     def copy_relay_to_host(self, request: Request, ready: Fence) -> Mapping[str, Tensor]:
         """Copy the relayed tensors of a request without iterations in flight to pinned host memory.
 
-        Signals ``ready`` after these copies and all enqueued writes to the request's pages. The host may read the result
-        once ``ready`` is done. The caller may free the row afterwards and keeps the pages.
+        Signals ``ready`` after these copies and all enqueued writes to the request's pages and recurrent states. The host may
+        read the result once ``ready`` is done. The caller keeps the pages, and with recurrent layers the row.
         """
         with self._backend.on(self._forward):
             relay = dict(self._future.gather_relay(self._scalar(request.row)))
@@ -216,7 +216,7 @@ class StateTransfer:
         return copies
 
     def signal_pages_free(self, free: Fence) -> None:
-        """Signal the fence ``free`` after all accesses to pages that are enqueued so far."""
+        """Signal the fence ``free`` after all accesses to pages and recurrent states that are enqueued so far."""
         free.signal(self._forward)
 
     def copy_relay_to_pinned(self, relay: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -246,14 +246,14 @@ class StateTransfer:
                 for cache, values in zip(self._proposer.caches, handed.draft_caches, strict=True):
                     _write_rows(cache, slots, values)
                 row = self._scalar(request.row)
-                for state, value in zip(self._states, handed.states, strict=True):
+                for state, value in zip(self.states, handed.states, strict=True):
                     self._model.kernels.scatter_rows(state, row, value)
                 self._future.publish(row, self._scalar(handed.length))
                 self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
 
     def _write_row(self, request: Request, relayed: Mapping[str, Tensor]) -> None:
-        """Write the state of a request whose pages are already written to its row: publish its length, and stash its last
-        token and the ``relayed`` tensors.
+        """Write the state of a request whose pages and recurrent states are already written to its row: publish its length,
+        and stash its last token and the ``relayed`` tensors.
         """
         relay: dict[str, Tensor] = {}
         for name, value in relayed.items():
