@@ -20,8 +20,8 @@ from outrider.transports.link import LocalLink, LocalTransport, _LocalTransfer
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, WIDE_HYBRID, Models, host_models
 from outrider_proof.tiny import plain_config
-from outrider_sim.explore.exploration import run_once
-from outrider_sim.explore.strategies import make_strategy
+from outrider_sim.exploration import run_once
+from outrider_sim.strategies import make_strategy
 from proof import rank_landing
 from ranks.threads import run_bodies
 
