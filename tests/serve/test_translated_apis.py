@@ -333,6 +333,42 @@ def test_the_requests_of_claude_code(scripted):
     assert counted.json()["input_tokens"] == len(scripted.engine.prompts[-1])
 
 
+def test_documents_and_search_results_are_texts(scripted, claude):
+    scripted.engine.texts = ["ok"]
+    text = {"type": "text", "text": "found"}
+    blocks = [
+        {
+            "type": "document",
+            "title": "T",
+            "context": "C",
+            "source": {"type": "text", "media_type": "text/plain", "data": "D"},
+        },
+        {"type": "document", "source": {"type": "content", "content": [text]}},
+        {"type": "search_result", "title": "page", "source": "http://a", "content": [text], "citations": {"enabled": True}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "look"}]}
+    call = {"type": "tool_use", "id": "t", "name": "search", "input": {}}
+    messages = [{"role": "user", "content": blocks}, {"role": "assistant", "content": [call]}]
+    claude.messages.create(model="m", max_tokens=5, messages=[*messages, {"role": "user", "content": [result]}])
+    prompt = prompt_of(scripted)
+    assert "user\nT\nC\nD\nfound\npage\nhttp://a\nfound<|im_end|>" in prompt
+    assert "tool\nlook<|im_end|>" in prompt
+    sources = [
+        {"type": "base64", "data": ""},
+        {"type": "url", "url": "http://a"},
+        {"type": "file", "file_id": "f"},
+        {"type": []},
+    ]
+    for block in (*({"type": "document", "source": source} for source in sources), {"type": "search_result", "title": "T"}):
+        url, asked = (
+            f"{scripted.url}/v1/messages",
+            {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [block]}]},
+        )
+        refused = httpx.post(url, json=asked, headers={"x-api-key": "key"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].startswith("messages[0].content[0].")
+
+
 def test_a_message_continues_the_text_of_the_assistant(scripted, claude):
     scripted.engine.texts = ["3"]
     messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "It is "}]
