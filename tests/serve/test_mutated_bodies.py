@@ -226,6 +226,11 @@ PARAMS = [
     ("/v1/responses", {"input": "x " * 9000}, "input"),
     ("/v1/responses", {"input": "x", "text": {"format": {"type": "x"}}}, "text.format"),
     ("/v1/messages", MESSAGE | {"stop_sequences": [""]}, "stop_sequences"),
+    ("/v1/messages", MESSAGE | {"stop": ["x"]}, "stop"),
+    ("/v1/chat/completions", CHAT | {"prompt": "x"}, "prompt"),
+    ("/v1/responses", {"input": "x", "max_tokens": 5}, "max_tokens"),
+    ("/v1/responses", {"input": "x", "tool_choice": "sometimes"}, "tool_choice"),
+    ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
     ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
 ]
 

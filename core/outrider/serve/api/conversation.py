@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from outrider.errors import shown
 from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields
 from outrider.serve.api.response_writer import ResponseWriter
-from outrider.serve.api.responses import ApiError, bad_request, encode_named_event
+from outrider.serve.api.responses import ApiError, bad_request, encode_named_event, invalid_fields
 from outrider.serve.api.service import ChoiceDelta, Generation
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -117,9 +117,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(dict(fields))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"])
-        raise bad_request(f"Invalid value for {param}: {first['msg']}.", param, "invalid_value") from error
+        raise invalid_fields(error.errors(include_url=False, include_input=False)) from error
 
 
 def expect(value: Any, kind: type[T], field: str) -> T:

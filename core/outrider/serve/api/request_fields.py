@@ -154,7 +154,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[ListOf[str], Field(max_length=_MAX_PROMPTS)]
         | ListOf[int]
         | Annotated[ListOf[ListOf[int]], Field(max_length=_MAX_PROMPTS)]
-    )
+    ) = Field("", description="Absent, null or empty: the start of a document.")
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     echo: bool | None = False

@@ -34,7 +34,7 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, NestedObject
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
 from outrider.serve.api.responses import (
     SERVER,
     ApiError,
@@ -68,7 +68,7 @@ class ResponsesRequest(TranslatedRequest):
     )
     ignored = frozenset(
         (
-            *("access_programs", "background_options", "client_metadata", "include", "max_tool_calls", "prompt_cache_key"),
+            *("access_programs", "background_options", "client_metadata", "max_tool_calls", "prompt_cache_key"),
             *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "stream_options"),
             "user",
         )
@@ -76,6 +76,7 @@ class ResponsesRequest(TranslatedRequest):
 
     input: str | Conversation = Field(default_factory=list)
     instructions: str | None = None
+    include: ListOf[str] | None = Field(None, description="Values for features that the server lacks have no effect.")
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="False: no later request can name this response.")
     stream: bool | None = False
@@ -141,6 +142,8 @@ def translate_responses_request(
     """
     if request.truncation not in (None, "disabled"):
         raise bad_request("truncation isn't served: the server drops no part of a conversation", "truncation")
+    if "message.output_text.logprobs" in (request.include or ()):
+        raise bad_request(f"log-probabilities aren't served here: {request.refused['top_logprobs']}", "include")
     tools = ResponsesTools()
     for name, tool in expect_objects(request.tools or [], "tools"):
         tools.add(name, tool)
