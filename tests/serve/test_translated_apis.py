@@ -333,6 +333,20 @@ def test_the_requests_of_claude_code(scripted):
     assert counted.json()["input_tokens"] == len(scripted.engine.prompts[-1])
 
 
+def test_the_tool_runner_of_the_official_client_goes_on_without_a_thread(scripted, claude):
+    import anthropic
+
+    def look(path: str) -> str:
+        """Look."""
+        return f"found {path}"
+
+    scripted.engine.texts = [TALK, "done"]
+    messages = [{"role": "user", "content": "go"}]
+    runner = claude.beta.messages.tool_runner(model="m", max_tokens=200, tools=[anthropic.beta_tool(look)], messages=messages)
+    assert [message.content[-1].type for message in runner] == ["tool_use", "text"]
+    assert "tool\nfound a.py<|im_end|>" in prompt_of(scripted)
+
+
 def test_documents_and_search_results_are_texts(scripted, claude):
     scripted.engine.texts = ["ok"]
     text = {"type": "text", "text": "found"}

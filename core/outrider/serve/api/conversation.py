@@ -29,6 +29,8 @@ class TranslatedRequest(StrictFields):
 
     refused: ClassVar[Mapping[str, str]]
     """Fields for features that the server lacks, with the advice for the error message. A request may have them empty."""
+    refusal_codes: ClassVar[Mapping[str, str]] = {}
+    """Codes of the errors for refused fields, by the fields' names."""
     ignored: ClassVar[frozenset[str]]
     """Fields that are accepted and have no effect."""
 
@@ -43,7 +45,7 @@ class TranslatedRequest(StrictFields):
             return data
         for name, reason in cls.refused.items():
             if data.get(name) not in (None, False, [], {}):
-                raise bad_request(f"{name} isn't served: {reason}", name)
+                raise bad_request(f"{name} isn't served: {reason}", name, cls.refusal_codes.get(name))
         return {name: value for name, value in data.items() if name not in cls.refused and name not in cls.ignored}
 
 

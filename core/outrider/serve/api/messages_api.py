@@ -51,6 +51,7 @@ class CountTokensRequest(TranslatedRequest):
             "compaction": "the server drops no part of a conversation",
         }
     )
+    refusal_codes = MappingProxyType({"thread": "thread_unsupported_request"})
     ignored = frozenset(
         (
             *("betas", "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token"),

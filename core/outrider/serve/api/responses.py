@@ -93,12 +93,17 @@ class ApiError(Exception):
         own = _OWN_PARAMS.get(path.removesuffix("/count_tokens"), {}).get(name)
         if own is not None and self.param is not None:
             self.message, self.param = self.message.replace(self.param, own), own
+            if "_" in name:  # no word of English
+                self.message = self.message.replace(name, own)
 
 
 def messages_error(error: ApiError) -> dict[str, Any]:
-    """Return the error object of Anthropic's API. It keeps ``param`` and ``code``."""
+    """Return the error object of Anthropic's API. It keeps ``param`` and ``code``, which is in ``details``, too: a client
+    that is refused a thread by its code there goes on without one.
+    """
     kind = _MESSAGES_KINDS.get(error.status, INVALID)
-    return {"type": "error", "error": {**error.body["error"], "type": kind}}
+    details = {} if error.code is None else {"details": {"error_code": error.code}}
+    return {"type": "error", "error": {**error.body["error"], "type": kind, **details}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
