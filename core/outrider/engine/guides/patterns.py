@@ -6,6 +6,7 @@ JSON string the subset excludes all characters that JSON escapes: quotation mark
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -67,6 +68,7 @@ Ranges = list[tuple[int, int]]
 """Code point ranges of a character set; both ends are included."""
 
 
+@functools.lru_cache(maxsize=512)
 def to_xgrammar_syntax(pattern: str, *, in_json: bool, lengths: tuple[int, int | None] = (0, None)) -> str:
     """Return ``pattern`` in xgrammar's syntax; with ``in_json``, for use inside a JSON string.
 

@@ -10,7 +10,7 @@ Supported keywords:
 - objects: ``properties``, ``required``, ``additionalProperties``, ``minProperties``, ``maxProperties``.
 
 Descriptions, titles, defaults, examples and OpenAPI's ``discriminator`` have no effect, and neither has ``propertyNames`` if
-it allows every name.
+it allows every name. ``propertyNames`` with ``enum`` lists the properties.
 """
 
 from __future__ import annotations
@@ -120,6 +120,9 @@ class _SchemaReader:
         keywords = _without_annotations(schema)
         if _allows_every_text(keywords.get("propertyNames")):
             del keywords["propertyNames"]
+        elif (names := _fixed_values(keywords.get("propertyNames"))) and "properties" not in keywords:
+            del keywords["propertyNames"]
+            keywords["properties"] = dict.fromkeys(map(str, names), keywords.pop("additionalProperties", True))
         if isinstance(keywords.get("items"), list | tuple) and "prefixItems" not in keywords:  # drafts before 2020-12
             keywords["prefixItems"] = keywords.pop("items")
             if "additionalItems" in keywords:
