@@ -126,6 +126,8 @@ def test_a_response_continues_a_stored_one(scripted, gpt):
         assert part in prompt, part
     assert second.output_text == "Done."
     assert gpt.responses.retrieve(second.id).output_text == "Done."
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        gpt.responses.retrieve(second.id, stream=True)
     # The client's own round trip: the output as input.
     sent = [{"role": "user", "content": "go"}, *[item.model_dump() for item in first.output], result]
     gpt.responses.create(model="m", input=sent, tools=[FUNCTION], store=False)

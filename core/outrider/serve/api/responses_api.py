@@ -504,8 +504,10 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
         return ResponsesWriter(body, tools, generation, keep).respond(service, stream=body.stream)
 
     @app.get("/v1/responses/{response_id}", responses=dict(responses))
-    async def stored_response(response_id: str) -> Response:
+    async def stored_response(response_id: str, stream: bool = False) -> Response:
         """Return the response object of an earlier request."""
+        if stream:
+            raise bad_request("a stored response isn't streamed; leave stream out", "stream")
         return JSONResponse(store.find(response_id).response)
 
     @app.delete("/v1/responses/{response_id}", responses=dict(responses))
