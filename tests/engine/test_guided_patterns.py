@@ -79,7 +79,7 @@ def test_lengths_narrow_the_repetitions_of_a_pattern(tokenizer, compiler, patter
     assert re.fullmatch(f"{pattern}x*y?", text, re.ASCII), (pattern, text)
 
 
-ZOD_EMAIL = IMPLIED_PATTERNS["email"]
+ZOD_EMAIL, ZOD_NEWER_EMAIL = IMPLIED_PATTERNS["email"]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,9 @@ ZOD_EMAIL = IMPLIED_PATTERNS["email"]
         ({"pattern": "^([a-z]+)-[0-9]*$", "minLength": 5, "maxLength": 5}, ["ab-12"], ["a-1", "abc-12"]),
         ({"pattern": "^[0-9]{3}$", "maxLength": 10}, ["123"], ["12"]),
         ({"pattern": ZOD_EMAIL, "format": "email"}, ["a.b@c-d.co"], ["a..b@c.co", "a@b", "a%b@c.co"]),
+        ({"pattern": ZOD_NEWER_EMAIL, "format": "email", "maxLength": 50}, ["ab@c-d.co"], ["a" * 46 + "@c.co", "a@b"]),
+        ({"pattern": IMPLIED_PATTERNS["duration"][0], "format": "duration"}, ["P3D", "PT5M"], ["P", "PT"]),
+        ({"pattern": IMPLIED_PATTERNS["hostname"][0], "format": "hostname"}, ["a.b-c"], ["a_b", "-a"]),
         ({"pattern": "^[0-9]{4}$", "format": "wings"}, ["2024"], ["2024-01-01"]),
         ({"format": "uri", "minLength": 1, "maxLength": 2083}, ["https://a.b/c?d=1", "http://a/"], ["a", "http:a"]),
         ({"format": "uuid4"}, ["0" * 8 + "-0000-4000-8000-" + "0" * 12], ["0" * 8 + "-0000-0000-0000-" + "0" * 12]),
@@ -97,6 +100,8 @@ ZOD_EMAIL = IMPLIED_PATTERNS["email"]
         ({"type": "integer", "format": "uint8"}, [0, 255], [-1, 256]),
         ({"type": "integer", "format": "int32", "minimum": 3}, [3, 2**31 - 1], [2, 2**31]),
         ({"type": "number", "format": "double"}, [1.5], ["a"]),
+        ({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}, [1.5, -(2**53)], ["a"]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, 2**53], [1.5, 2**54]),
     ],
 )
 def test_limits_of_strings_and_formats_of_numbers(limits, fitting, unfit):

@@ -55,11 +55,20 @@ FORMATS: Mapping[str, str] = MappingProxyType(
 """JSON string formats as regular expressions. Each expression matches a subset of its standard."""
 FREE_FORMATS = ("binary", "directory-path", "file-path", "password", "path")
 """JSON string formats that allow every text."""
-IMPLIED_PATTERNS: Mapping[str, str] = MappingProxyType(
-    {"email": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"}
+IMPLIED_PATTERNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "duration": (r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",),
+        "email": (
+            r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+            r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+        ),
+        "hostname": (
+            r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+            r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$",
+        ),
+    }
 )
-"""Patterns with look-aheads that Zod writes next to a format, and that all texts of :data:`FORMATS` match."""
-
+"""Patterns that Zod writes next to a format, and that all texts of :data:`FORMATS` match: the format alone is enforced."""
 _REFUSED_ITEMS = {
     "GROUPREF": "a back reference",
     **dict.fromkeys(("ASSERT", "ASSERT_NOT"), "a look-ahead or a look-behind"),

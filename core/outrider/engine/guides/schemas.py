@@ -209,6 +209,9 @@ class _SchemaReader:
                 raise _unexpected(f"{pointer}/{key}", keywords[key], f"a whole number of 0 to {MAX_COUNT}")
         for key in _NUMBER_KEYWORDS & keywords.keys():
             limit = keywords[key]
+            outside = isinstance(limit, int | float) and (limit < -MAX_NUMBER if "min" in key.lower() else limit > MAX_NUMBER)
+            if outside:  # a narrower limit allows a part of the numbers
+                keywords[key] = limit = MAX_NUMBER if limit > 0 else -MAX_NUMBER
             if not isinstance(limit, int | float) or isinstance(limit, bool) or abs(limit) > MAX_NUMBER:
                 raise _unexpected(f"{pointer}/{key}", limit, "a number of at most 2**53")
         result: dict[str, Any] = {"type": name, **keywords}
@@ -235,7 +238,7 @@ class _SchemaReader:
         if most is not None and least > most:
             raise _unexpected(f"{pointer}/minLength", least, f"at most maxLength, {most}")
         pattern, name = result.pop("pattern", None), result.pop("format", None)
-        if name is not None and (pattern is None or pattern == IMPLIED_PATTERNS.get(name)):
+        if name is not None and (pattern is None or pattern in IMPLIED_PATTERNS.get(name, ())):
             if name not in FORMATS and name not in FREE_FORMATS:
                 raise _unexpected(f"{pointer}/format", name, f"one of {', '.join((*FORMATS, *FREE_FORMATS))}")
             pattern = FORMATS.get(name)
