@@ -548,7 +548,11 @@ def test_parts_may_have_hints_that_have_no_effect(gpt, scripted):
         "cache_control": {"type": "ephemeral"},
         "prompt_cache_breakpoint": {"mode": "explicit"},
     }
-    gpt.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+    hint = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": LOOK}, **hint}
+    gpt.chat.completions.create(model="m", messages=[{"role": "user", "content": [part], **hint}], tools=[tool])
     assert "user\ngo<" in prompt_of(scripted)
+    request = ChatRequest(model="m", messages=[{"role": "user", "content": "x", **hint}], tools=[tool])
+    assert not any("cache_control" in each.model_dump() for each in (*request.messages, *request.tools)), "for no template"
     for detail in get_args(get_type_hints(ImageURL)["detail"]):
         assert ImageUrl(url="data:", detail=detail).detail == detail
