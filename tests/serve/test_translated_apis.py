@@ -132,7 +132,15 @@ def test_a_response_continues_a_stored_one(scripted, gpt):
     sent = [{"role": "user", "content": "go"}, *[item.model_dump() for item in first.output], result]
     gpt.responses.create(model="m", input=sent, tools=[FUNCTION], store=False)
     assert prompt_of(scripted) == prompt
+    # The round trip of Vercel's client: references to the stored items.
+    scripted.engine.texts = ["z"]
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    gpt.responses.create(model="m", input=[sent[0], *references, result], tools=[FUNCTION])
+    assert prompt_of(scripted) == prompt
     gpt.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="send the item itself") as refused:
+        gpt.responses.create(model="m", input=[sent[0], references[0]])
+    assert refused.value.param == "input[1].id"
     with pytest.raises(openai.NotFoundError):
         gpt.responses.retrieve(first.id)
     with pytest.raises(openai.BadRequestError) as refused:
@@ -516,8 +524,9 @@ def test_the_store_of_responses_is_bounded():
     store.add({"id": "r4"}, [{"text": "x" * 300}])
     kept = [name for name in ("r0", "r2", "r3", "r4") if name in store._stored]
     assert kept == ["r3", "r4"], "the least recently used ones left, as many as the bytes required"
-    store.add({"id": "r5"}, [{"text": "x" * 500}])
+    store.add({"id": "r5", "output": [{"id": "m", "text": "x" * 500}]}, [])
     assert not store._stored
+    assert not store._items
     assert store._size == 0
 
 
