@@ -10,7 +10,7 @@ WORDS = st.text("abc é\"\\\n'{}[]:,😀", max_size=5)
 PATTERNS = st.sampled_from(
     ["^[a-z]{1,4}$", "[0-9]+-[^0-9]", "(ab|cd)*e?", "\\w\\s\\d", ".{2,5}", "^(yes|no)$", "[^a-z]{1,3}"]
 )
-FORMATS = st.sampled_from(["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"])
+FORMATS = st.sampled_from(["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
 
 
 def limits(least, most, values):

@@ -413,7 +413,9 @@ WRONG = {
     "JSON escapes": lambda: JsonSchema({"type": "string", "pattern": "\\\\"}),
     "unterminated": lambda: Regex("("),
     "a back reference": lambda: Regex("(a)\\1"),
-    "assert": lambda: Regex("a(?=b)"),
+    "a look-ahead or a look-behind": lambda: Regex("a(?=b)"),
+    "lengths next to it": lambda: JsonSchema({"type": "string", "format": "uuid", "maxLength": 9}),
+    "expected one of float": lambda: JsonSchema({"type": "integer", "format": "date"}),
     "an anchor inside": lambda: Regex("a^b"),
     "65536 times": lambda: Regex("a{100000}"),
     "1 to 4096 strings": lambda: ChoiceGuide([]),
@@ -439,6 +441,16 @@ def test_schemas_that_clients_derive_from_their_types():
     with pytest.raises(ConfigError, match="several of its schemas"):
         JsonSchema(schema)
     schema["oneOf"][2] = {"type": "array", "items": {"type": "object", **names}}
+    record = {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": number}
+    records = xgrammar.Grammar.from_json_schema(JsonSchema({**record, "required": ["b"]}).compiler_text)
+    for text, fits in {
+        '{"b": 1}': True,
+        '{"a": 1, "b": 2}': True,
+        '{"a": 1}': False,
+        '{"b": "x"}': False,
+        '{"c": 1}': False,
+    }.items():
+        assert _is_grammar_accept_string(records, text) == fits, text
     grammar = xgrammar.Grammar.from_json_schema(JsonSchema(schema).compiler_text)
     texts = {f'[{{"x": {number}}}]': abs(number) <= safe for number in (safe, safe + 1, -safe, -safe - 1)}
     for text, fits in {'{"kind": "b"}': True, '{"kind": "c"}': False, **texts}.items():

@@ -58,7 +58,6 @@ WRONG = [
     ({**ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}}, "response_format"),
     ({**ASKED, "wings": 2}, "wings"),
     ({**ASKED, "min_tokens": 9}, "min_tokens"),
-    ({"model": "m"}, "prompt"),
 ]
 WRONG_CHATS = [
     ({**CHAT, "messages": []}, "messages"),
@@ -86,6 +85,13 @@ def test_a_completion_that_is_wrong(http, body, param):
 @pytest.mark.parametrize(("body", "param"), WRONG_CHATS, ids=lambda value: str(value)[-40:])
 def test_a_chat_that_is_wrong(http, body, param):
     refused(http.post("/v1/chat/completions", json=body), 400, param=param)
+
+
+def test_a_completion_without_a_prompt_starts_a_document(http):
+    asked = {"model": "m", "temperature": 0, "max_tokens": 4}
+    answers = [http.post("/v1/completions", json=asked | prompt) for prompt in ({"prompt": ""}, {"prompt": None}, {})]
+    texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    assert texts == [texts[0]] * 3
 
 
 JSON = {"content-type": "application/json"}
@@ -159,7 +165,7 @@ def test_metrics_count_what_happened(http):
 
     assert more(f"outrider_output_tokens_total{model}") == 8
     assert more('outrider_samples_total{finish_reason="length",model_name="m"}') == 1
-    assert more('outrider_http_requests_total{route="/v1/completions",status="200"}') == 1
+    assert more('outrider_http_requests_total{model_name="m",route="/v1/completions",status="200"}') == 1
     assert more(f"outrider_time_to_first_token_seconds_count{model}") == 1
     assert more(f"outrider_request_seconds_count{model}") == 1
     assert more('vllm:e2e_request_latency_seconds_count{engine="0",model_name="m"}') == 1

@@ -169,6 +169,15 @@ def test_tools_of_nested_models_are_served(http, nested_tools):
         assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
+def test_the_rest_of_required_calls_that_a_limit_cut_off_is_no_content():
+    request = ChatRequest(**CHAT, tools=[TOOL], tool_choice="required")
+    reader = RequestToolCalls(request, ModelFormat("none", "none")).create_reader("")
+    pieces = ['[{"name": "pick", "arguments": {"n": 1}}', ",\n", '{"na']
+    deltas = [reader.feed(piece, last=piece is pieces[-1]) for piece in pieces]
+    assert "".join(call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())) == '{"n": 1}'
+    assert not any("content" in delta for delta in deltas)
+
+
 def test_what_the_official_client_dumps_is_accepted(client):
     messages = [{"role": "user", "content": "x"}]
     asked = {"model": "m", "max_tokens": 20, "temperature": 0, "tools": [TOOL]}

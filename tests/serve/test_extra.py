@@ -97,6 +97,11 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
     file.write_text("\n")
     with pytest.raises(ConfigError, match="no API key"):
         _read_api_keys(file)
+    monkeypatch.setenv("OUTRIDER_API_KEY", "")
+    assert _read_api_keys(None) == ()
+    monkeypatch.setenv("OUTRIDER_API_KEY", " ,")
+    with pytest.raises(ConfigError, match="OUTRIDER_API_KEY is ' ,', which has no key"):
+        _read_api_keys(None)
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("none", False), ("otlp", True)])

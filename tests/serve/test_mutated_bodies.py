@@ -174,7 +174,7 @@ def check(scripted, path, body, statuses=(200, 400, 404, 413)):
         assert "application/json" not in answer.headers["content-type"] or json.loads(answer.text, parse_constant=pytest.fail)
         return None
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) - {"details"} == {"message", "type", "param", "code"}
     assert error["type"] in ("invalid_request_error", "not_found_error")
     return error
 
@@ -225,7 +225,13 @@ PARAMS = [
     ("/v1/responses", {"input": []}, "input"),
     ("/v1/responses", {"input": "x " * 9000}, "input"),
     ("/v1/responses", {"input": "x", "text": {"format": {"type": "x"}}}, "text.format"),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
     ("/v1/messages", MESSAGE | {"stop_sequences": [""]}, "stop_sequences"),
+    ("/v1/messages", MESSAGE | {"stop": ["x"]}, "stop"),
+    ("/v1/chat/completions", CHAT | {"prompt": "x"}, "prompt"),
+    ("/v1/responses", {"input": "x", "max_tokens": 5}, "max_tokens"),
+    ("/v1/responses", {"input": "x", "tool_choice": "sometimes"}, "tool_choice"),
+    ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
     ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
 ]
 
@@ -234,6 +240,7 @@ PARAMS = [
 def test_an_error_names_the_field_of_its_api(scripted, path, body, param):
     error = check(scripted, path, body, statuses=(400,))
     assert error["param"] == param
+    assert "response_format" not in error["message"]
     assert "max_completion_tokens" not in error["message"] or "chat" in path
 
 

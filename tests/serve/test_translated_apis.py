@@ -126,11 +126,21 @@ def test_a_response_continues_a_stored_one(scripted, gpt):
         assert part in prompt, part
     assert second.output_text == "Done."
     assert gpt.responses.retrieve(second.id).output_text == "Done."
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        gpt.responses.retrieve(second.id, stream=True)
     # The client's own round trip: the output as input.
     sent = [{"role": "user", "content": "go"}, *[item.model_dump() for item in first.output], result]
     gpt.responses.create(model="m", input=sent, tools=[FUNCTION], store=False)
     assert prompt_of(scripted) == prompt
+    # The round trip of Vercel's client: references to the stored items.
+    scripted.engine.texts = ["z"]
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    gpt.responses.create(model="m", input=[sent[0], *references, result], tools=[FUNCTION])
+    assert prompt_of(scripted) == prompt
     gpt.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="send the item itself") as refused:
+        gpt.responses.create(model="m", input=[sent[0], references[0]])
+    assert refused.value.param == "input[1].id"
     with pytest.raises(openai.NotFoundError):
         gpt.responses.retrieve(first.id)
     with pytest.raises(openai.BadRequestError) as refused:
@@ -333,6 +343,56 @@ def test_the_requests_of_claude_code(scripted):
     assert counted.json()["input_tokens"] == len(scripted.engine.prompts[-1])
 
 
+def test_the_tool_runner_of_the_official_client_goes_on_without_a_thread(scripted, claude):
+    import anthropic
+
+    def look(path: str) -> str:
+        """Look."""
+        return f"found {path}"
+
+    scripted.engine.texts = [TALK, "done"]
+    messages = [{"role": "user", "content": "go"}]
+    runner = claude.beta.messages.tool_runner(model="m", max_tokens=200, tools=[anthropic.beta_tool(look)], messages=messages)
+    assert [message.content[-1].type for message in runner] == ["tool_use", "text"]
+    assert "tool\nfound a.py<|im_end|>" in prompt_of(scripted)
+
+
+def test_documents_and_search_results_are_texts(scripted, claude):
+    scripted.engine.texts = ["ok"]
+    text = {"type": "text", "text": "found"}
+    blocks = [
+        {
+            "type": "document",
+            "title": "T",
+            "context": "C",
+            "source": {"type": "text", "media_type": "text/plain", "data": "D"},
+        },
+        {"type": "document", "source": {"type": "content", "content": [text]}},
+        {"type": "search_result", "title": "page", "source": "http://a", "content": [text], "citations": {"enabled": True}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "look"}]}
+    call = {"type": "tool_use", "id": "t", "name": "search", "input": {}}
+    messages = [{"role": "user", "content": blocks}, {"role": "assistant", "content": [call]}]
+    claude.messages.create(model="m", max_tokens=5, messages=[*messages, {"role": "user", "content": [result]}])
+    prompt = prompt_of(scripted)
+    assert "user\nT\nC\nD\nfound\npage\nhttp://a\nfound<|im_end|>" in prompt
+    assert "tool\nlook<|im_end|>" in prompt
+    sources = [
+        {"type": "base64", "data": ""},
+        {"type": "url", "url": "http://a"},
+        {"type": "file", "file_id": "f"},
+        {"type": []},
+    ]
+    for block in (*({"type": "document", "source": source} for source in sources), {"type": "search_result", "title": "T"}):
+        url, asked = (
+            f"{scripted.url}/v1/messages",
+            {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [block]}]},
+        )
+        refused = httpx.post(url, json=asked, headers={"x-api-key": "key"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].startswith("messages[0].content[0].")
+
+
 def test_a_message_continues_the_text_of_the_assistant(scripted, claude):
     scripted.engine.texts = ["3"]
     messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "It is "}]
@@ -464,8 +524,9 @@ def test_the_store_of_responses_is_bounded():
     store.add({"id": "r4"}, [{"text": "x" * 300}])
     kept = [name for name in ("r0", "r2", "r3", "r4") if name in store._stored]
     assert kept == ["r3", "r4"], "the least recently used ones left, as many as the bytes required"
-    store.add({"id": "r5"}, [{"text": "x" * 500}])
+    store.add({"id": "r5", "output": [{"id": "m", "text": "x" * 500}]}, [])
     assert not store._stored
+    assert not store._items
     assert store._size == 0
 
 
@@ -496,7 +557,11 @@ def test_parts_may_have_hints_that_have_no_effect(gpt, scripted):
         "cache_control": {"type": "ephemeral"},
         "prompt_cache_breakpoint": {"mode": "explicit"},
     }
-    gpt.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+    hint = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": LOOK}, **hint}
+    gpt.chat.completions.create(model="m", messages=[{"role": "user", "content": [part], **hint}], tools=[tool])
     assert "user\ngo<" in prompt_of(scripted)
+    request = ChatRequest(model="m", messages=[{"role": "user", "content": "x", **hint}], tools=[tool])
+    assert not any("cache_control" in each.model_dump() for each in (*request.messages, *request.tools)), "for no template"
     for detail in get_args(get_type_hints(ImageURL)["detail"]):
         assert ImageUrl(url="data:", detail=detail).detail == detail

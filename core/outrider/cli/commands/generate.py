@@ -419,7 +419,7 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise RequestError(
             f"{'neither' if prompt is None else 'both'} --prompt TEXT {'nor' if prompt is None else 'and'} --prompt-file F "
-            'given; expected exactly one of them, such as --prompt "def read("'
+            'given; expected exactly one of these and --token-ids, such as --prompt "def read("'
         )
     text = prompt or "" if prompt_file is None else read_text(prompt_file)
     if not text:

@@ -26,8 +26,15 @@ def backend_from_environment() -> str | None:
 
 
 def api_keys_from_environment() -> tuple[str, ...]:
-    """Return the API keys in the variable ``OUTRIDER_API_KEY``, separated by commas; none if it is empty or unset."""
-    return tuple(key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key.strip())
+    """Return the API keys in the variable ``OUTRIDER_API_KEY``, separated by commas; none if it is empty or unset.
+
+    Raises :class:`ConfigError` for a text without a key, which would leave the server open.
+    """
+    given = os.environ.get(API_KEY_VARIABLE, "")
+    keys = tuple(key.strip() for key in given.split(",") if key.strip())
+    if given and not keys:
+        raise ConfigError(f"{API_KEY_VARIABLE} is {given!r}, which has no key; expected keys, or an empty text for none")
+    return keys
 
 
 def spans_from_environment() -> bool:

@@ -6,8 +6,9 @@ JSON string the subset excludes all characters that JSON escapes: quotation mark
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,10 @@ _WORDS = [(48, 57), (65, 90), (95, 95), (97, 122)]
 _CATEGORIES = {"DIGIT": _DIGITS, "SPACE": _SPACES, "WORD": _WORDS}
 _ASCII = [(0, 127)]
 _ESCAPED = [(0, 31), (34, 34), (92, 92)]
-_HOST = r"[a-z0-9](?:[a-z0-9-]{0,20}[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]{0,20}[a-z0-9])?){0,3}"
+_LABEL = "[a-z0-9]{1,10}(?:-[a-z0-9]{1,10}){0,2}"
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
+_URI_TEXT = "(?:[A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-F]{2})*"
+_URI = rf"[a-z][a-z0-9+-]{{1,9}}://{_HOST}(?::[1-9][0-9]{{0,3}})?/{_URI_TEXT}(?:#{_URI_TEXT})?"
 _DATE = (
     r"[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
@@ -37,23 +41,48 @@ FORMATS: Mapping[str, str] = MappingProxyType(
         "time": _TIME,
         "date-time": f"{_DATE}T{_TIME}",
         "duration": "P(?:[0-9]{1,4}[YMWD]|T[0-9]{1,4}[HMS])",
-        "email": r"[A-Za-z0-9_%+-]{1,32}(?:\.[A-Za-z0-9_%+-]{1,32}){0,2}@" + _HOST,
+        "email": rf"[A-Za-z0-9_+-]{{1,20}}(?:\.[A-Za-z0-9_+-]{{1,20}}){{0,2}}@(?:{_LABEL}\.){{1,3}}[a-z]{{2,8}}",
         "hostname": _HOST,
         "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
         "ipv6": "[0-9a-f]{1,4}(?::[0-9a-f]{1,4}){7}",
+        "uri": _URI,
+        "uri-reference": _URI,
+        "iri": _URI,
         "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+        "uuid4": "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}",
     }
 )
 """JSON string formats as regular expressions. Each expression matches a subset of its standard."""
-
+FREE_FORMATS = ("binary", "directory-path", "file-path", "password", "path")
+"""JSON string formats that allow every text."""
+IMPLIED_PATTERNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "duration": (r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",),
+        "email": (
+            r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+            r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+        ),
+        "hostname": (
+            r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+            r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$",
+        ),
+    }
+)
+"""Patterns that Zod writes next to a format, and that all texts of :data:`FORMATS` match: the format alone is enforced."""
+_REFUSED_ITEMS = {
+    "GROUPREF": "a back reference",
+    **dict.fromkeys(("ASSERT", "ASSERT_NOT"), "a look-ahead or a look-behind"),
+}
 Ranges = list[tuple[int, int]]
 """Code point ranges of a character set; both ends are included."""
 
 
-def to_xgrammar_syntax(pattern: str, *, in_json: bool) -> str:
+@functools.lru_cache(maxsize=512)
+def to_xgrammar_syntax(pattern: str, *, in_json: bool, lengths: tuple[int, int | None] = (0, None)) -> str:
     """Return ``pattern`` in xgrammar's syntax; with ``in_json``, for use inside a JSON string.
 
-    Raises :class:`ConfigError` if Python's ``re`` rejects the pattern, or if xgrammar can't enforce it.
+    ``lengths`` are the minimum and the maximum length of a text in characters; None means no maximum. Raises
+    :class:`ConfigError` if Python's ``re`` rejects the pattern, or if xgrammar can't enforce it.
     """
     parser: Any = getattr(re, "_parser")  # noqa: B009  (private module of re; sre_parse before Python 3.11)
     try:
@@ -65,9 +94,50 @@ def to_xgrammar_syntax(pattern: str, *, in_json: bool) -> str:
     if flags:
         raise writer.refused("flags")
     try:
-        return writer.sequence(list(parsed), True, True)
+        items = _limit_length(parsed, *lengths)
+        if items is None:
+            raise writer.refused("lengths next to it that none of its repetitions can keep")
+        return writer.sequence(items, True, True)
     except RecursionError:
         raise writer.refused("that much nesting") from None
+
+
+def _limit_length(parsed: Any, least: int, most: int | None) -> list[Any] | None:
+    """Return the items of the expression ``parsed``, with narrower counts of its repetitions if a text could have less than
+    ``least`` or more than ``most`` characters. Return None if that isn't enough.
+    """
+
+    def width(items: Iterable[Any]) -> Any:
+        return type(parsed)(parsed.state, list(items)).getwidth()
+
+    items = list(_flattened(parsed))
+    repeats = {n: argument for n, (kind, argument) in enumerate(items) if str(kind) in ("MAX_REPEAT", "MIN_REPEAT")}
+    widths = {n: inner.getwidth() for n, (_, _, inner) in repeats.items()}
+    if most is not None and width(items)[1] > most:
+        room = most - width(item for n, item in enumerate(items) if n not in repeats)[1]
+        room -= sum(times * widths[n][1] for n, (times, _, _) in repeats.items())
+        for place, (n, (low, high, inner)) in enumerate(repeats.items()):
+            share = max(0, room) // (len(repeats) - place)
+            more = min(high - low, share // max(1, widths[n][1]))
+            room -= more * widths[n][1]
+            repeats[n] = low, low + more, inner
+        if room < 0:
+            return None
+    lacking = least - width(items)[0]
+    for n, (low, high, inner) in repeats.items():
+        more = min(high - low, -(min(0, -lacking) // max(1, widths[n][0]))) if widths[n][0] else 0
+        lacking -= more * widths[n][0]
+        items[n] = items[n][0], (low + more, high, inner)
+    return items if lacking <= 0 else None
+
+
+def _flattened(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items of a parsed expression, and those of a group without flags in place of the group."""
+    for operator, argument in items:
+        if str(operator) == "SUBPATTERN" and not (argument[1] or argument[2]):
+            yield from _flattened(argument[3])
+        else:
+            yield operator, argument
 
 
 class _Writer:
@@ -121,7 +191,7 @@ class _Writer:
             if matches_start or (last and anchor in ("AT_END", "AT_END_STRING")):
                 return ""
             raise self.refused("an anchor inside")
-        raise self.refused({"GROUPREF": "a back reference"}.get(name, f"{name.lower().replace('_', ' ')} in it"))
+        raise self.refused(_REFUSED_ITEMS.get(name, f"{name.lower().replace('_', ' ')} in it"))
 
     def _repeat(self, least: int, most: Any, inner: Any) -> str:
         parser: Any = getattr(re, "_parser")  # noqa: B009

@@ -5,12 +5,12 @@ Supported keywords:
 - general: ``type`` (one or several), ``enum``, ``const``, ``$ref`` within the schema, ``anyOf``, ``allOf`` of one schema,
   ``oneOf`` of schemas that have no value in common;
 - numbers: ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``;
-- strings: ``minLength`` and ``maxLength``, or ``pattern`` (for the whole string), or ``format``;
+- strings: ``minLength``, ``maxLength``, ``pattern`` (for the whole string), ``format`` (of no effect next to a pattern);
 - arrays: ``items``, ``prefixItems`` (in older drafts a list in ``items``), ``minItems``, ``maxItems``;
 - objects: ``properties``, ``required``, ``additionalProperties``, ``minProperties``, ``maxProperties``.
 
 Descriptions, titles, defaults, examples and OpenAPI's ``discriminator`` have no effect, and neither has ``propertyNames`` if
-it allows every name.
+it allows every name. ``propertyNames`` with ``enum`` lists the properties.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.device.errors import ConfigError
-from outrider.engine.guides.patterns import FORMATS, to_xgrammar_syntax
+from outrider.engine.guides.patterns import FORMATS, FREE_FORMATS, IMPLIED_PATTERNS, to_xgrammar_syntax
 from outrider.errors import shown
 
 MAX_DEPTH = 64
@@ -40,18 +40,24 @@ MAX_NUMBER = 1 << 53
 _ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
-        *("$comment", "$schema", "$id"),
+        *("$comment", "$schema", "$id", "example", "contentEncoding", "contentMediaType", "contentSchema"),
     )
 )
 _DEFINITIONS = ("$defs", "definitions")
 _COMBINATORS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_NUMBER_FORMATS: Mapping[str, tuple[int, int] | None] = MappingProxyType(
+    {"float": None, "double": None, "int": (-MAX_NUMBER, MAX_NUMBER), "uint": (0, MAX_NUMBER)}
+    | {f"int{bits}": (max(-(1 << bits - 1), -MAX_NUMBER), min((1 << bits - 1) - 1, MAX_NUMBER)) for bits in (8, 16, 32, 64)}
+    | {f"uint{bits}": (0, min((1 << bits) - 1, MAX_NUMBER)) for bits in (8, 16, 32, 64)}
+)
+"""OpenAPI's formats of numbers, and those of Rust's schemas: their least and greatest values, or None without a limit."""
 _KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "null": frozenset(),
         "boolean": frozenset(),
-        "integer": _NUMBER_KEYWORDS,
-        "number": _NUMBER_KEYWORDS,
+        "integer": _NUMBER_KEYWORDS | {"format"},
+        "number": _NUMBER_KEYWORDS | {"format"},
         "string": frozenset(("minLength", "maxLength", "pattern", "format")),
         "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
         "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties")),
@@ -114,6 +120,9 @@ class _SchemaReader:
         keywords = _without_annotations(schema)
         if _allows_every_text(keywords.get("propertyNames")):
             del keywords["propertyNames"]
+        elif (names := _fixed_values(keywords.get("propertyNames"))) and "properties" not in keywords:
+            del keywords["propertyNames"]
+            keywords["properties"] = dict.fromkeys(map(str, names), keywords.pop("additionalProperties", True))
         if isinstance(keywords.get("items"), list | tuple) and "prefixItems" not in keywords:  # drafts before 2020-12
             keywords["prefixItems"] = keywords.pop("items")
             if "additionalItems" in keywords:
@@ -200,9 +209,19 @@ class _SchemaReader:
                 raise _unexpected(f"{pointer}/{key}", keywords[key], f"a whole number of 0 to {MAX_COUNT}")
         for key in _NUMBER_KEYWORDS & keywords.keys():
             limit = keywords[key]
+            outside = isinstance(limit, int | float) and (limit < -MAX_NUMBER if "min" in key.lower() else limit > MAX_NUMBER)
+            if outside:  # a narrower limit allows a part of the numbers
+                keywords[key] = limit = MAX_NUMBER if limit > 0 else -MAX_NUMBER
             if not isinstance(limit, int | float) or isinstance(limit, bool) or abs(limit) > MAX_NUMBER:
                 raise _unexpected(f"{pointer}/{key}", limit, "a number of at most 2**53")
         result: dict[str, Any] = {"type": name, **keywords}
+        if name in ("integer", "number") and "format" in result:
+            known = result.pop("format")
+            if known not in _NUMBER_FORMATS:
+                raise _unexpected(f"{pointer}/format", known, f"one of {', '.join(_NUMBER_FORMATS)}")
+            if (limits := _NUMBER_FORMATS[known]) is not None:
+                result["minimum"] = max(limits[0], result.get("minimum", limits[0]))
+                result["maximum"] = min(limits[1], result.get("maximum", limits[1]))
         if name == "string":
             self._string(result, pointer)
         if name == "array":
@@ -212,27 +231,21 @@ class _SchemaReader:
         return result
 
     def _string(self, result: dict[str, Any], pointer: str) -> None:
-        limits = [key for key in ("pattern", "format") if key in result]
-        if len(limits) > 1 or (limits and ("minLength" in result or "maxLength" in result)):
-            raise ConfigError(
-                f"the JSON schema has {limits[0]!r} beside other limits of a string at {pointer}; only one is enforced: "
-                "leave the others out"
-            )
-        for key in limits:
-            if not isinstance(result[key], str) or len(result[key]) > MAX_COUNT:
+        for key in ("pattern", "format"):
+            if key in result and (not isinstance(result[key], str) or len(result[key]) > MAX_COUNT):
                 raise _unexpected(f"{pointer}/{key}", shown(result[key]), "a text")
-        min_length, max_length = result.pop("minLength", 0), result.pop("maxLength", None)
-        if "format" in result:
-            name = result.pop("format")
-            if name not in FORMATS:
-                raise _unexpected(f"{pointer}/format", name, f"one of {', '.join(FORMATS)}")
-            result["pattern"] = FORMATS[name]
-        elif min_length or max_length is not None:
-            if max_length is not None and min_length > max_length:
-                raise _unexpected(f"{pointer}/minLength", min_length, f"at most maxLength, {max_length}")
-            result["pattern"] = f'[^"]{{{min_length},{"" if max_length is None else max_length}}}'
-        if "pattern" in result:
-            result["pattern"] = to_xgrammar_syntax(result["pattern"], in_json=True)
+        least, most = result.pop("minLength", 0), result.pop("maxLength", None)
+        if most is not None and least > most:
+            raise _unexpected(f"{pointer}/minLength", least, f"at most maxLength, {most}")
+        pattern, name = result.pop("pattern", None), result.pop("format", None)
+        if name is not None and (pattern is None or pattern in IMPLIED_PATTERNS.get(name, ())):
+            if name not in FORMATS and name not in FREE_FORMATS:
+                raise _unexpected(f"{pointer}/format", name, f"one of {', '.join((*FORMATS, *FREE_FORMATS))}")
+            pattern = FORMATS.get(name)
+        if pattern is None and (least or most is not None):
+            pattern = '[^"]*'
+        if pattern is not None:
+            result["pattern"] = to_xgrammar_syntax(pattern, in_json=True, lengths=(least, most))
 
     def _array(self, result: dict[str, Any], pointer: str, depth: int) -> None:
         if result.pop("uniqueItems", False) is not False:
@@ -279,7 +292,7 @@ class _SchemaReader:
 
 
 def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    return {key: value for key, value in schema.items() if key not in _ANNOTATIONS and not key.startswith("x-")}
 
 
 def _allows_every_text(schema: Any) -> bool:

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from outrider.errors import shown
 from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields
 from outrider.serve.api.response_writer import ResponseWriter
-from outrider.serve.api.responses import ApiError, bad_request, encode_named_event
+from outrider.serve.api.responses import ApiError, bad_request, encode_named_event, invalid_fields
 from outrider.serve.api.service import ChoiceDelta, Generation
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -29,6 +29,8 @@ class TranslatedRequest(StrictFields):
 
     refused: ClassVar[Mapping[str, str]]
     """Fields for features that the server lacks, with the advice for the error message. A request may have them empty."""
+    refusal_codes: ClassVar[Mapping[str, str]] = {}
+    """Codes of the errors for refused fields, by the fields' names."""
     ignored: ClassVar[frozenset[str]]
     """Fields that are accepted and have no effect."""
 
@@ -43,7 +45,7 @@ class TranslatedRequest(StrictFields):
             return data
         for name, reason in cls.refused.items():
             if data.get(name) not in (None, False, [], {}):
-                raise bad_request(f"{name} isn't served: {reason}", name)
+                raise bad_request(f"{name} isn't served: {reason}", name, cls.refusal_codes.get(name))
         return {name: value for name, value in data.items() if name not in cls.refused and name not in cls.ignored}
 
 
@@ -117,9 +119,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(dict(fields))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"])
-        raise bad_request(f"Invalid value for {param}: {first['msg']}.", param, "invalid_value") from error
+        raise invalid_fields(error.errors(include_url=False, include_input=False)) from error
 
 
 def expect(value: Any, kind: type[T], field: str) -> T:

@@ -51,6 +51,7 @@ class CountTokensRequest(TranslatedRequest):
             "compaction": "the server drops no part of a conversation",
         }
     )
+    refusal_codes = MappingProxyType({"thread": "thread_unsupported_request"})
     ignored = frozenset(
         (
             *("betas", "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token"),
@@ -139,10 +140,10 @@ def _add_message(conversation: ConversationBuilder, name: str, message: dict[str
             call_id = expect(block.get("tool_use_id"), str, f"{block_name}.tool_use_id")
             result = _content(f"{block_name}.content", block.get("content") or "")
             if block.get("is_error"):
-                result = [text_part("Error:"), *([text_part(result)] if isinstance(result, str) else result)]
+                result = [text_part("Error:"), *result]
             conversation.add_result(call_id, result)
         else:
-            parts.append(_part(block_name, block))
+            parts += _parts(block_name, block)
     if parts:
         conversation.add_message(role, parts)
 
@@ -160,27 +161,35 @@ def _add_assistant_block(conversation: ConversationBuilder, name: str, block: di
         raise bad_request(f"{name} is of the type {kind!r}, which this server doesn't read", f"{name}.type")
 
 
-def _content(name: str, content: Any) -> str | list[dict[str, Any]]:
+def _content(name: str, content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
-        return content
-    return [_part(part_name, part) for part_name, part in expect_objects(content, name)]
+        return [text_part(content)]
+    return [part for part_name, block in expect_objects(content, name) for part in _parts(part_name, block)]
 
 
-def _part(name: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Return a content block (text, image, or document in plain text) as a part of a chat message. Errors name ``name``."""
-    kind = block.get("type")
-    if kind == "text":
-        return text_part(expect(block.get("text"), str, f"{name}.text"))
-    source = block.get("source")
+def _parts(name: str, block: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a content block of the user as parts of a chat message. Errors name ``name``."""
+    kind, source = block.get("type"), block.get("source")
+    texts = {"text": ("text",), "tool_reference": ("tool_name",), "search_result": ("title", "source")}.get(str(kind), ())
+    parts = [text_part(expect(block.get(key), str, f"{name}.{key}")) for key in texts]
+    if kind == "search_result":
+        return parts + _content(f"{name}.content", block.get("content"))
+    if parts:
+        return parts
     if isinstance(source, dict) and kind == "image":
         if source.get("type") == "base64":
-            return image_part(f"data:{source.get('media_type')};base64,{source.get('data')}")
-        return image_part(expect(source.get("url"), str, f"{name}.source.url"))
-    if isinstance(source, dict) and kind == "document" and source.get("type") == "text":
-        return text_part(expect(source.get("data"), str, f"{name}.source.data"))
-    raise bad_request(f"{name} is of the type {kind!r}, or has a source, that this server doesn't read", f"{name}.type")
+            return [image_part(f"data:{source.get('media_type')};base64,{source.get('data')}")]
+        return [image_part(expect(source.get("url"), str, f"{name}.source.url"))]
+    if isinstance(source, dict) and kind == "document" and (key := _DOCUMENT_KEYS.get(str(source.get("type")))):
+        headings = [expect(block[key], str, f"{name}.{key}") for key in ("title", "context") if block.get(key) is not None]
+        return [*map(text_part, headings), *_content(f"{name}.source.{key}", source.get(key))]
+    raise bad_request(
+        f"{name} is of the type {kind!r}, or has a source, that this server doesn't read; send its text", f"{name}.type"
+    )
 
 
+_DOCUMENT_KEYS = {"text": "data", "content": "content"}
+"""For each source of a document that has text, the key of the text or of its content blocks."""
 _DELTA_KEYS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
 """For each kind of block, the ``type`` of its deltas and the key of the text in them; a call has ``input_json_delta``."""
 

@@ -154,7 +154,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[ListOf[str], Field(max_length=_MAX_PROMPTS)]
         | ListOf[int]
         | Annotated[ListOf[ListOf[int]], Field(max_length=_MAX_PROMPTS)]
-    )
+    ) = Field("", description="Absent, null or empty: the start of a document.")
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     echo: bool | None = False
@@ -196,7 +196,7 @@ class MessagePart(StrictFields):
     input_audio: NestedObject | None = None
     file: NestedObject | None = None
     prompt_cache_breakpoint: NestedObject | None = Field(None, description="Has no effect: prefixes are cached unasked.")
-    cache_control: NestedObject | None = Field(None, description="Has no effect. A field of Anthropic's API.")
+    cache_control: NestedObject | None = Field(None, exclude=True, description="Has no effect. A field of Anthropic's API.")
 
 
 class ChatMessage(StrictFields):
@@ -212,6 +212,7 @@ class ChatMessage(StrictFields):
     reasoning_content: str | None = None
     audio: NestedObject | None = None
     function_call: FunctionCall | None = None
+    cache_control: NestedObject | None = Field(None, exclude=True, description="Has no effect. A field of Anthropic's API.")
 
 
 class ToolFunction(StrictFields):
@@ -228,6 +229,7 @@ class Tool(StrictFields):
 
     type: Literal["function"]
     function: ToolFunction
+    cache_control: NestedObject | None = Field(None, exclude=True, description="Has no effect. A field of Anthropic's API.")
 
 
 class NamedFunction(StrictFields):

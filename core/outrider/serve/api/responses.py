@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -87,21 +87,51 @@ class ApiError(Exception):
 
     def _name_own_param(self, path: str) -> None:
         """Replace the name of a field of the chat request, or the prompt, by that of the field at ``path``."""
+        if self.code == "unknown_parameter":  # the client's own name
+            return
         name = re.split(r"[.\[]", self.param or "")[0]
         own = _OWN_PARAMS.get(path.removesuffix("/count_tokens"), {}).get(name)
         if own is not None and self.param is not None:
             self.message, self.param = self.message.replace(self.param, own), own
+            if "_" in name:  # no word of English
+                self.message = self.message.replace(name, own)
 
 
 def messages_error(error: ApiError) -> dict[str, Any]:
-    """Return the error object of Anthropic's API. It keeps ``param`` and ``code``."""
+    """Return the error object of Anthropic's API. It keeps ``param`` and ``code``, which is in ``details``, too: a client
+    that is refused a thread by its code there goes on without one.
+    """
     kind = _MESSAGES_KINDS.get(error.status, INVALID)
-    return {"type": "error", "error": {**error.body["error"], "type": kind}}
+    details = {} if error.code is None else {"details": {"error_code": error.code}}
+    return {"type": "error", "error": {**error.body["error"], "type": kind, **details}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return a 400 error: the request is invalid, and the client has to change it."""
     return ApiError(400, message, param=param, code=code)
+
+
+def invalid_fields(errors: Sequence[Any]) -> ApiError:
+    """Return the API error for the first invalid field of a request, whose validation by pydantic had ``errors``."""
+    # The alternatives of a union have an error each: that of the alternative that fits furthest is the helpful one.
+    alternatives = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
+    first = max(alternatives, key=lambda each: (len(each["loc"]), [part for part in each["loc"] if isinstance(part, int)]))
+    kind, location = first["type"], [str(part) for part in first["loc"] if part != "body"]
+    if kind == "json_invalid":
+        return bad_request(f"the body isn't JSON: {first.get('ctx', {}).get('error', first['msg'])}", None, "invalid_json")
+    # The location also names the types of a union, which are no fields.
+    types = [part for part in location[:-1] if part[:1].isupper()] + ["str", "int", "float"]
+    fields = [part for part in location if part.isdigit() or (part.isidentifier() and part not in types)]
+    param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in fields).lstrip(".") or None
+    if kind == "extra_forbidden":
+        param = param or location[-1]  # the name may be any text
+        return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
+    if kind == "model_attributes_type" and not location:
+        return bad_request("the body is no JSON object; send one, with the header Content-Type: application/json")
+    if kind == "missing":
+        message = f"you must provide {param}" if param else "the body is missing; send a JSON object"
+        return bad_request(f"{message}.", param, "missing_required_parameter")
+    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}.", param, "invalid_value")
 
 
 def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:

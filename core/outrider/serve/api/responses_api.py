@@ -34,7 +34,7 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, NestedObject
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
 from outrider.serve.api.responses import (
     SERVER,
     ApiError,
@@ -68,7 +68,7 @@ class ResponsesRequest(TranslatedRequest):
     )
     ignored = frozenset(
         (
-            *("access_programs", "background_options", "client_metadata", "include", "max_tool_calls", "prompt_cache_key"),
+            *("access_programs", "background_options", "client_metadata", "max_tool_calls", "prompt_cache_key"),
             *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "stream_options"),
             "user",
         )
@@ -76,6 +76,7 @@ class ResponsesRequest(TranslatedRequest):
 
     input: str | Conversation = Field(default_factory=list)
     instructions: str | None = None
+    include: ListOf[str] | None = Field(None, description="Values for features that the server lacks have no effect.")
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="False: no later request can name this response.")
     stream: bool | None = False
@@ -141,6 +142,8 @@ def translate_responses_request(
     """
     if request.truncation not in (None, "disabled"):
         raise bad_request("truncation isn't served: the server drops no part of a conversation", "truncation")
+    if "message.output_text.logprobs" in (request.include or ()):
+        raise bad_request(f"log-probabilities aren't served here: {request.refused['top_logprobs']}", "include")
     tools = ResponsesTools()
     for name, tool in expect_objects(request.tools or [], "tools"):
         tools.add(name, tool)
@@ -284,15 +287,18 @@ class ResponseStore:
     def __init__(self, *, max_responses: int = MAX_STORED_RESPONSES, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._items: dict[str, dict[str, Any]] = {}
+        """Output items of the stored responses, by their ids."""
         self._size = 0
 
     def add(self, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
         """Store a response. A response that alone exceeds the limit is not stored."""
         size = len(compact_json([response, items]))
         self._stored[response["id"]] = StoredResponse(response, items, size)
+        self._items |= {item["id"]: item for item in response.get("output", ())}
         self._size += size
         while len(self._stored) > self._max_responses or self._size > self._max_bytes:
-            self._size -= self._stored.popitem(last=False)[1].size
+            self._remove(next(iter(self._stored)))
 
     def find(self, response_id: str, param: str | None = None) -> StoredResponse:
         """Return a stored response. Raises :class:`ApiError` if there is none; ``param`` is the request field at fault."""
@@ -308,8 +314,26 @@ class ResponseStore:
 
     def remove(self, response_id: str) -> None:
         """Remove a stored response. Raises :class:`ApiError` if there is none."""
-        self._size -= self.find(response_id).size
-        del self._stored[response_id]
+        self.find(response_id)
+        self._remove(response_id)
+
+    def _remove(self, response_id: str) -> None:
+        stored = self._stored.pop(response_id)
+        self._size -= stored.size
+        for item in stored.response.get("output", ()):
+            del self._items[item["id"]]
+
+    def resolve(self, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return ``items`` with the stored item in place of each reference. Raises :class:`ApiError` if there is none."""
+        resolved = []
+        for number, item in enumerate(items):
+            if item.get("type") == "item_reference":
+                if (found := self._items.get(str(item.get("id")))) is None:
+                    text = f"the item {item.get('id')!r} isn't stored; send the item itself"
+                    raise bad_request(text, f"input[{number}].id", "item_not_found")
+                item = found
+            resolved.append(item)
+        return resolved
 
 
 class _ItemKind(NamedTuple):
@@ -491,6 +515,7 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
         service.check_model(body.model)
         previous = body.previous_response_id
         earlier = () if previous is None else store.find(previous, "previous_response_id").items
+        body.input = body.input if isinstance(body.input, str) else store.resolve(body.input)
         chat, tools, items = translate_responses_request(body, earlier)
 
         def keep(response: dict[str, Any]) -> None:
@@ -501,8 +526,10 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
         return ResponsesWriter(body, tools, generation, keep).respond(service, stream=body.stream)
 
     @app.get("/v1/responses/{response_id}", responses=dict(responses))
-    async def stored_response(response_id: str) -> Response:
+    async def stored_response(response_id: str, stream: bool = False) -> Response:
         """Return the response object of an earlier request."""
+        if stream:
+            raise bad_request("a stored response isn't streamed; leave stream out", "stream")
         return JSONResponse(store.find(response_id).response)
 
     @app.delete("/v1/responses/{response_id}", responses=dict(responses))

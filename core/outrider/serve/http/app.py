@@ -35,7 +35,7 @@ from outrider.serve.api.request_fields import (  # noqa: E402
     check_supported,
 )
 from outrider.serve.api.response_writer import ChatWriter, CompletionWriter  # noqa: E402
-from outrider.serve.api.responses import ApiError, bad_request  # noqa: E402
+from outrider.serve.api.responses import ApiError, bad_request, invalid_fields  # noqa: E402
 from outrider.serve.api.responses_api import add_responses_routes  # noqa: E402
 from outrider.serve.api.service import LOG_FIELDS_KEY, ServerState, Service  # noqa: E402
 from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
@@ -163,7 +163,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return await api_error(request, invalid_fields(error))
+        return await api_error(request, invalid_fields(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -176,30 +176,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         text = texts.get(error.status_code, error.detail)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return await api_error(request, ApiError(error.status_code, text, code=code, headers=error.headers))
-
-
-def invalid_fields(error: RequestValidationError) -> ApiError:
-    """Return the API error for the first invalid field of a request."""
-    errors = error.errors()
-    # The alternatives of a union have an error each: that of the alternative that fits furthest is the helpful one.
-    alternatives = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
-    first = max(alternatives, key=lambda each: (len(each["loc"]), [part for part in each["loc"] if isinstance(part, int)]))
-    kind, location = first["type"], [str(part) for part in first["loc"] if part != "body"]
-    if kind == "json_invalid":
-        return bad_request(f"the body isn't JSON: {first.get('ctx', {}).get('error', first['msg'])}", None, "invalid_json")
-    # The location also names the types of a union, which are no fields.
-    types = [part for part in location[:-1] if part[:1].isupper()] + ["str", "int", "float"]
-    fields = [part for part in location if part.isdigit() or (part.isidentifier() and part not in types)]
-    param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in fields).lstrip(".") or None
-    if kind == "extra_forbidden":
-        param = param or location[-1]  # the name may be any text
-        return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
-    if kind == "model_attributes_type" and not location:
-        return bad_request("the body is no JSON object; send one, with the header Content-Type: application/json")
-    if kind == "missing":
-        message = f"you must provide {param}" if param else "the body is missing; send a JSON object"
-        return bad_request(f"{message}.", param, "missing_required_parameter")
-    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}.", param, "invalid_value")
 
 
 def _add_status_routes(app: FastAPI, service: Service, version: str) -> None:

@@ -130,7 +130,8 @@ class ServerMetrics:
             ["model_name", "finish_reason"],
             registry=registry,
         )
-        self._requests = Counter("outrider_http_requests", "HTTP responses.", ["route", "status"], registry=registry)
+        labels = ["model_name", "route", "status"]
+        self._requests = Counter("outrider_http_requests", "HTTP responses; status 0: none.", labels, registry=registry)
         drafts = _DraftCollector(self._model, engine.info.draft_tokens)
         self._proposed, self._accepted = drafts.proposed, drafts.accepted
         registry.register(drafts)
@@ -176,7 +177,7 @@ class ServerMetrics:
 
     def count_response(self, route: str, status: int) -> None:
         """Count one HTTP response of ``route``. Status 0: the client disconnected before the response."""
-        self._requests.labels(route, str(status)).inc()
+        self._requests.labels(self._model, route, str(status)).inc()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
