@@ -258,18 +258,15 @@ class RowResolver:
         tail = sum((n - 1) * s for n, s in zip(shape[dims:], stride[dims:], strict=True)) + itemsize
         inner = shape[dims - 1]
         limit = shape[0] if dims == 1 else shape[0] * inner
-        row = numpy.unique(rows.numpy())
-        row = row[(row >= 0) & (row < limit)]
-        if not row.size:
-            return []
-        low = whole.start + (row * stride[0] if dims == 1 else row // inner * stride[0] + row % inner * stride[1])
-        gaps = numpy.flatnonzero(low[1:] != low[:-1] + tail) + 1
-        starts = low[numpy.concatenate(([0], gaps))].tolist()
-        ends = (low[numpy.concatenate((gaps - 1, [-1]))] + tail).tolist()
-        return [
-            Access(whole.storage, start, end, whole.write, None, None, whole.argument)
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        ranges: list[list[int]] = []
+        for row in sorted(set(rows.flatten().tolist())):  # few rows, for which numpy takes longer
+            if 0 <= row < limit:
+                low = whole.start + (row * stride[0] if dims == 1 else row // inner * stride[0] + row % inner * stride[1])
+                if ranges and ranges[-1][1] == low:
+                    ranges[-1][1] = low + tail
+                else:
+                    ranges.append([low, low + tail])
+        return [Access(whole.storage, start, end, whole.write, None, None, whole.argument) for start, end in ranges]
 
 
 def _runs(whole: Access, offsets: Tensor, itemsize: int) -> list[Access]:
