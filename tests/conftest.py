@@ -24,6 +24,7 @@ from command_line import outrider as outrider
 from drawing import leave_repeats_to_slow
 from known_environment import normalize_environment
 from outrider.registry.probing import PluginProbe, ProbeVerdict
+from pinned_factories import select_factories
 from triton_interpreter import spare_repeated_work
 
 normalize_environment()
@@ -111,6 +112,7 @@ def missing_namespaces() -> str | None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose device, package or privilege is missing, with the reason."""
+    select_factories(item.nodeid)
     for kind, missing in (
         ("needs_device", missing_device),
         ("needs_nixl", missing_nixl),
