@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.metadata import PathDistribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from command_line import outrider as outrider
 from drawing import leave_repeats_to_slow
 from known_environment import normalize_environment
 from outrider.registry.probing import PluginProbe, ProbeVerdict
+from pinned_factories import select_factories
 from triton_interpreter import spare_repeated_work
 
 normalize_environment()
@@ -43,6 +47,22 @@ GOOD_PLUGIN = """
 """
 
 Install = Callable[..., Path]
+_INSTALLED = sysconfig.get_path("purelib")
+_READ_TEXT = PathDistribution.read_text
+
+
+@functools.cache
+def _text_of_installed(distribution: Path, filename: str) -> str | None:
+    return _READ_TEXT(PathDistribution(distribution), filename)
+
+
+def _read_text_once(self: PathDistribution, filename: str) -> str | None:
+    """Read files of installed distributions once: each command and each backend looks for plugins in all of them."""
+    path = self._path
+    return _text_of_installed(path, filename) if str(path).startswith(_INSTALLED) else _READ_TEXT(self, filename)
+
+
+PathDistribution.read_text = _read_text_once
 
 
 LONG_AND_LATE = ("tests/vendors/test_npu_emulated.py", "tests/vendors/test_rocm.py")
@@ -92,6 +112,7 @@ def missing_namespaces() -> str | None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose device, package or privilege is missing, with the reason."""
+    select_factories(item.nodeid)
     for kind, missing in (
         ("needs_device", missing_device),
         ("needs_nixl", missing_nixl),
@@ -109,6 +130,10 @@ def pytest_collection_finish() -> None:
     Tests make millions of objects that live as long as their module: fewer collections spare a twentieth of the time.
     """
     spare_repeated_work()
+    # pytest adds a handler to each logger that does not propagate, six times per test; torch has about 50 of these.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.startswith("torch"):
+            logger.propagate = True
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()

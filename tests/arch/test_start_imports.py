@@ -1,4 +1,4 @@
-"""What a start imports beside torch: none of torch's compiler, nor the algebra that it computes shapes with.
+"""Imports of a start in addition to torch, also of a watched one: no compiler of torch, and no algebra of shapes.
 
 That is some 500 modules, a second or more of each process's start, which come along with one call of torch.
 """
@@ -19,6 +19,7 @@ START = """
     from outrider.engine.setup.loading import LoadingArguments, load_checkpoint
     from outrider.engine.requests.sampling import SamplingParams
     from outrider.registry import Registry
+    from outrider_sanitizer import watch
 
     device = Registry().create("cpu")
     asked = EngineConfig(max_requests=2, max_context=128, draft_tokens=2)
@@ -27,7 +28,9 @@ START = """
     engine = Engine(loaded.model, device, proposer=loaded.proposer, config=loaded.config, tokenizer=loaded.tokenizer)
     assert chosen(engine)
     params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1.0)]
-    assert len(engine.generate([[1, 2, 3], [4]], params)) == 2
+    with watch(device) as report:
+        assert len(engine.generate([[1, 2, 3], [4]], params)) == 2
+    report.raise_if_any()
 """
 
 REFUSED = """

@@ -100,14 +100,6 @@ def test_wrong_options_are_usage_errors(tmp_path):
         assert message in said, arguments
 
 
-def test_deselected_tests_keep_a_level_from_passing(run_suite, tmp_path):
-    done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out", "-k", "test_l0 or memory_figures")
-    assert done.returncode == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["levels"]["L1"]["result"] == "not run"
-    assert report["reached"] == "L0"
-
-
 @pytest.mark.slow
 def test_a_skip_by_the_plugin_is_a_failure(sick):
     sick(

@@ -32,13 +32,6 @@ def first_race(explorer, backend):
     return None
 
 
-def test_with_every_fence_the_sanitizer_is_silent(backend):
-    explorer = DecodeExplorer(backend, speculate="eagle")
-    for seed in range(2):
-        backend.control.reset()
-        explorer.run_program(explorer.program(seed), backend)
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("half", ["wait", pytest.param("record", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fence", USED)

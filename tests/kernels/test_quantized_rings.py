@@ -36,6 +36,15 @@ BF16 = torch.bfloat16
 BY_ROW = WeightFormat(elements=FP8, activations=FP8)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _weights_without_values():
+    """Weights of which nothing reads the values, since no kernel runs: random values take longer than all else here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for elements in {type(each.elements) for each in WEIGHT_FORMATS.values()}:
+            patch.setattr(elements, "random_data", lambda self, like, generator: like)
+        yield
+
+
 @pytest.fixture
 def launched(instead_of_launching):
     """Kernels that were launched, and what makes their variants; nothing runs."""

@@ -1,13 +1,10 @@
 """Configs that are read without transformers mean what they mean to transformers."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from model.test_published_configs import COMMON, LLAMA_2, LLAMA_31, MISTRAL, QWEN_25_YARN, VICUNA_16K
-from outrider.bundled import bundled
 from outrider.device.errors import OutriderError
 from outrider.model.config import checkpoint_config
 from outrider.model.config.checkpoint_config import read_model_config
@@ -92,18 +89,3 @@ def test_each_shape_as_a_checkpoint_says_it(name):
     content = written(shape_config(name), dtype="bfloat16")
     fields = config_fields(str(content["model_type"]), content)
     assert parse_config(str(content["model_type"]), fields) is not None
-
-
-def test_an_engine_loads_without_transformers():
-    """Its config classes import a thousand modules, which takes seconds of each start."""
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from outrider.engine.setup.loading import LoadingArguments, load_checkpoint\n"
-        "from outrider.registry import Registry\n"
-        "target, eagle = map(Path, sys.argv[1:])\n"
-        "load_checkpoint(target, Registry().create('cpu'), LoadingArguments(draft_dir=eagle, speculate='eagle'))\n"
-        "print(sorted(name for name in sys.modules if name.split('.')[0] == 'transformers'))\n"
-    )
-    command = [sys.executable, "-c", program, str(bundled("target")), str(bundled("eagle"))]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.stdout.strip() == "[]", ended.stderr[-2000:]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from drawing import some_and_many
 from model import quantized_checkpoints, vision_checkpoints
 from model.harness import Driver
 from model.quantized_checkpoints import write_compressed, write_fp8
@@ -204,9 +205,7 @@ def test_yarn_with_axes_and_tied(tmp_path, backend, family):
     assert torch.allclose(ours(tmp_path, backend, tokens, [])[1][0], expected, rtol=0, atol=1e-4)
 
 
-@given(data=st.data())
-@pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_positions(data, family, index_of):
+def check_positions(data, family, index_of):
     """Any mix of text, images and videos has transformers' positions."""
     model, vision = index_of(family)
     tokens, media = [], []
@@ -238,6 +237,11 @@ def test_positions(data, family, index_of):
     assert our_delta == int(expected[0, 0, -1]) + 1 - len(tokens)
     if all(grid.kind == "image" for grid in media) or vision.frame_marks is not None:
         assert our_delta == int(delta)
+
+
+test_positions, test_many_positions = some_and_many(
+    check_positions, given(data=st.data()), pytest.mark.parametrize("family", VISION_FAMILIES), some=20, many=100
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,8 @@ def some(*names):
 
 
 def test_silence_with_every_fence(outrider):
-    shown = outrider("explore", "decode", "--backend", "cpu", "--iterations", "2", "--json")
-    assert (shown.code, shown.json["failed"], shown.json["runs"], shown.json["strategy"]) == (0, False, 2, "program")
-    assert (
-        "in the order of the program: all right" in outrider("explore", "decode", "--backend", "cpu", "--iterations", "1").out
-    )
+    shown = outrider("explore", "decode", "--backend", "cpu", "--iterations", "2")
+    assert (shown.code, shown.out.strip()) == (0, "2 host programs, in the order of the program: all right")
 
 
 @pytest.mark.sample(1)

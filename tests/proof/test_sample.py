@@ -48,7 +48,7 @@ def test_programs_differ():
     assert len({random_host_program(number) for number in range(600)}) == 600
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("setup", "number"), SAMPLE, ids=lambda value: getattr(value, "name", str(value)))
 def test_a_program_under_some_schedules(setup, number):
     record = prove_program(setup, number, 2)

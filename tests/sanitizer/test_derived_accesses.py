@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch.distributed import HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -91,6 +92,16 @@ def test_it_says_what_it_does_not_see(backend: CpuBackend) -> None:
     with watch(backend) as report:
         pass
     assert any("outside torch's dispatcher" in spot for spot in report.blind_spots)
+
+
+def test_compiled_code_is_watched_and_the_sanitizer_is_not_compiled(backend: CpuBackend) -> None:
+    program = torch.compile(lambda: RACES["read-after-write"].wrong(backend), backend="eager")
+    compiled = torch._dynamo.utils.counters["frames"]
+    before = dict(compiled)
+    with watch(backend) as report:
+        program()
+    assert {finding.kind for finding in report} == {FindingKind.READ_AFTER_WRITE}
+    assert compiled == before
 
 
 def test_declared_rows_raise_no_alarm(backend: CpuBackend) -> None:

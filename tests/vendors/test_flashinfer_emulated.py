@@ -74,7 +74,7 @@ def _plain_first():
         tiny.plain(prompt, NEW_TOKENS)
 
 
-@pytest.mark.sample(1, per="graphs")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree", "draft-model", "none"])
 def test_plain_greedy_tokens_and_silence(make, name, graphs):

@@ -146,6 +146,9 @@ def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplor
     found: dict[str, Any] = {"runs": 0, "failed": False, "left_out": 0}
     assert chosen.iterations is not None
     for number in range(chosen.seed, chosen.seed + chosen.iterations):
+        if found["runs"] and device.control is None:
+            device = chosen.open_device()
+            explorer = chosen.explorer(device)
         is_exercising = chosen.drop_fence is not None and number == chosen.seed
         program = explorer.exercising_program if is_exercising else explorer.program(number)
         chosen.progress(found["runs"], chosen.iterations)
@@ -162,9 +165,6 @@ def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplor
                 "implied": list(explorer.implied()),
                 **schedule,
             }
-        if device.control is None:
-            device = chosen.open_device()
-            explorer = chosen.explorer(device)
     return found
 
 

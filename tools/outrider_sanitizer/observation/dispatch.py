@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
@@ -386,6 +387,11 @@ class _SanitizerMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._sanitizer = sanitizer
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's own wrapper imports its compiler with the first operator, which takes a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
@@ -401,6 +407,10 @@ class _SanitizerMode(TorchDispatchMode):
         if self._sanitizer.innermost(self):
             self._sanitizer.dispatched(func, args, kwargs, result)
         return result
+
+
+# Torch's compiler skips the sanitizer's frames, as with the wrapper.
+set_code_exec_strategy(_SanitizerMode.__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 def is_python_thread() -> bool:
