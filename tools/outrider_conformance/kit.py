@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from outrider.device import INTERFACE_DATES, INTERFACE_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
-from outrider.registry.probing import ProbeVerdict
+from outrider.registry.probing import ProbeVerdict, changed_state, process_state
 from outrider_conformance.lab import StreamDelay
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class Kit:
         self.pace = StreamDelay()
         self._facts: dict[str, Any] = {}
         self._unopenable: Exception | None = None
+        self.opening_changes: Sequence[str] = ()
+        """Descriptions of the global state of the process that the first opening changed."""
         self.observed: ObservedKernels | None = None
         """The kernel calls of the engines, observed once by the first test that needs them."""
 
@@ -43,12 +47,16 @@ class Kit:
         """Return a new backend. After one failure, each further call raises the same exception at once."""
         if self._unopenable is not None:
             raise self._unopenable
+        before = process_state() if not self._facts else {}
         try:
-            backend = self.registry.create(self.spec)
+            with redirect_stdout(io.StringIO()) as printed:
+                backend = self.registry.create(self.spec)
         except Exception as error:
             self._unopenable = error
             raise
         if not self._facts:
+            output = ["standard output"] if printed.getvalue() else []
+            self.opening_changes = [*changed_state(before, process_state()), *output]
             self._facts = _facts(backend)
         return backend
 

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -21,15 +22,18 @@ from outrider.device import (
     CaptureError,
     DeviceError,
     DeviceFault,
+    Graph,
     Stream,
     StreamOrderError,
 )
-from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order
+from outrider_conformance.exceptions import builtin_exceptions, error_of
+from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 from outrider_conformance.suite.test_l1_errors import WAITS, fallible
 from outrider_conformance.suite.test_l2_graphs import triple
 
+_BUFFERS = 12
 _COPIES = ("cpu", "tolist")
 _UNCHANGED = "A :class:`DeviceError` passes through unchanged."
 
@@ -112,6 +116,62 @@ def test_a_failing_callable_leaves_no_trace(lab: Lab, after: int) -> None:
     graph.replay(stream)
     expect(lab.read_tensor(stream, graph.outputs["y"]), 7.0, "a second capture with the same stream and pool")
     _still_works(lab, backend)
+
+
+@needs("captures_graphs")
+@promise("Backend.capture", "Raises :class:`CaptureError`, with the cause, when ``fn`` or the device fails")
+def test_an_exception_of_any_type_fails_the_capture(lab: Lab) -> None:
+    """Each builtin exception of a callable is the cause of a CaptureError; KeyboardInterrupt and the like pass unchanged."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    for error in builtin_exceptions():
+
+        def fn(_: CaptureContext, error: BaseException = error) -> None:
+            raise error
+
+        found = cause = error_of(partial(backend.capture, "raises", fn, stream=stream, inputs={}, outputs={}))
+        while cause is not None and cause is not error:
+            cause = cause.__cause__
+        assert cause is error, f"a callable raised {error!r}, and its capture {found!r}: the graph would lack work"
+        assert backend.active_capture is None, f"a capture is still open after {error!r}"
+    _still_works(lab, backend)
+
+
+@promise("Graph", "Captured work, bound to the addresses of its inputs and outputs.")
+@pytest.mark.parametrize("made", ["here", "on another thread"])
+@in_every_order(schedules=4)
+def test_a_replay_reads_and_writes_every_buffer(lab: Lab, made: str) -> None:
+    """A graph copies each of a dozen inputs, of several dtypes and partly strided views, to an output of its own. It gets
+    its scalars unchanged. The capture may be a new thread's.
+    """
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    dtypes = [*sorted(backend.capabilities.dtypes, key=str), torch.int64, torch.int32, torch.uint8, torch.bool]
+
+    def buffers(strided: int) -> dict[str, Tensor]:
+        wholes = [lab.full(stream, 0, dtype=dtypes[n % len(dtypes)], width=2 * WIDTH) for n in range(_BUFFERS)]
+        return {f"b{n}": whole[1::2] if n % 3 == strided else whole[WIDTH:] for n, whole in enumerate(wholes)}
+
+    inputs, outputs = buffers(0), buffers(1)
+    scalars: dict[str, bool | int | float] = {"flag": True, "small": 0.1, "large": (1 << 40) + 1}
+    graphs: list[Graph] = []
+
+    def fn(context: CaptureContext) -> None:
+        expect({**context.scalars}, scalars, "the scalars of a capture")
+        for name in inputs:
+            context.outputs[name].copy_(context.inputs[name])
+
+    def capture() -> None:
+        graphs.append(backend.capture("copies", fn, stream=stream, inputs=inputs, outputs=outputs, scalars=scalars))
+
+    capture() if made == "here" or backend.control is not None else call_on_new_thread(capture)
+    for turn in (1, 2, 3):
+        for number, tensor in enumerate(inputs.values()):
+            lab.fill(stream, tensor, (number + turn) % 2 if tensor.dtype == torch.bool else number + 20 * turn)
+        graphs[0].replay(stream)
+        stream.synchronize()
+        for name in inputs:
+            expect(lab.current_values(outputs[name]), lab.current_values(inputs[name]), f"output {name} of replay {turn}")
 
 
 @needs("captures_graphs")
