@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ class Kit:
         self.spec = self.registry.select(spec)
         self.pace = StreamDelay()
         self._facts: dict[str, Any] = {}
+        self._environment = dict(os.environ)  # a child must not inherit what loading the plugin here changes
         self._unopenable: Exception | None = None
         self.opening_changes: Sequence[str] = ()
         """Descriptions of the global state of the process that the first opening changed."""
@@ -62,7 +65,8 @@ class Kit:
 
     def loading(self) -> ProbeVerdict | None:
         """Return what loading the plugin changed in a child process, or None if a test passed its own registry."""
-        return self.registry.try_in_child(self.spec.name) if self._installed else None
+        with patch.dict(os.environ, self._environment, clear=True):
+            return self.registry.try_in_child(self.spec.name) if self._installed else None
 
     @property
     def facts(self) -> Mapping[str, Any]:

@@ -38,6 +38,7 @@ def faults() -> Iterator[tuple]:
         ("a usable backend has advice", {"advice": "install it"}, "PluginInfo.usable"),
     ):
         yield fault, cpu, 0, _reached_info(**changes), promise, "test_l0_plugin", "", False
+    yield "each RuntimeError is a loss", cpu, 0, _loses, "Backend.translate_error", "test_l0_plugin", "devices", False
     yield "versions change", cpu, 0, _versions, "Backend.versions", "test_l0_plugin", "versions", False
     yield "a device wait covers 64 streams", threads, 1, _first_streams, "Backend.synchronize", STREAMS, "every_stream", True
     yield "a scope replaces KeyError", threads, 1, _replaces, "Backend.on", STREAMS, "any_type", False
@@ -129,6 +130,17 @@ def _versions(base):
         reach()
         calls.append(0)
         return {**original(self), "calls": str(len(calls))}
+
+
+def _loses(base):
+    @patched(base.backend, "translate_error")
+    def translate(original, self, error, doing):
+        from outrider.device import DeviceLost
+
+        if not isinstance(error, RuntimeError):
+            return original(self, error, doing)
+        reach()
+        return DeviceLost(f"{doing}: {error}")
 
 
 # -- streams, scopes and threads -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from types import MappingProxyType
 
 import pytest
@@ -36,7 +37,7 @@ from outrider.device import (
 )
 from outrider.registry.backends import KERNELS_OPTION
 from outrider_conformance.commands.ci_matrix import declaration_fault
-from outrider_conformance.exceptions import error_of
+from outrider_conformance.exceptions import builtin_exceptions, error_of
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import expect
 from outrider_conformance.promises import promise
@@ -66,7 +67,7 @@ def test_loading_it_leaves_the_process_as_it_was(kit: Kit) -> None:
         not_applicable("the plugin isn't installed, so no child process can load it")
     assert not verdict.harm, verdict.harm
     assert not verdict.changes, (
-        f"loading the plugin changes {', '.join(verdict.changes)}: do that in create_backend, if at all"
+        f"loading the plugin changes {', '.join(verdict.changes)}: set the device up in create_backend, and its driver alone"
     )
 
 
@@ -376,12 +377,17 @@ def test_an_ability_is_there_or_refused(backend: Backend, ability: str, use: Cal
     "Backend.translate_error", "Return the typed error for a device exception, or None if the exception isn't the device's."
 )
 def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> None:
-    """The backend passes an error of the caller and a typed error through unchanged."""
-    with pytest.raises(ValueError, match="of the caller") as caught, backend.guard("testing"):
-        raise ValueError("a mistake of the caller")
-    assert not isinstance(caught.value, OutriderError)
-    with pytest.raises(CapabilityError), backend.guard("testing"):
-        raise CapabilityError("typed already")
+    """Typed errors, torch's own errors and builtin exceptions of the caller pass a scope that translates errors unchanged."""
+
+    def fail(error: BaseException) -> None:
+        with backend.guard("testing"):
+            raise error
+
+    torchs = error_of(lambda: torch.ones(2) + torch.ones(3))
+    for error in (CapabilityError("typed already"), torchs or ValueError(), *builtin_exceptions()):
+        if not isinstance(error, MemoryError | NotImplementedError):  # these are the device's
+            found = error_of(partial(fail, error))
+            assert found is error, f"translate_error turns {error!r} into {found!r}: return None unless the device raised it"
 
 
 @promise("Backend.is_host", "Return True if the tensor is host memory from the view of this device.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -26,10 +25,10 @@ implementations there.
 """
 _FEW_COPIES = 1 << 18
 """Number of elements from which on one copy is made instead of several."""
-_VIEWS = 120
+_VIEWS = 160
 """Number of random copies: half of them on the device, a quarter to the host and a quarter to the device."""
-_PENDING_VIEWS = 12
-_VIEW_SIZES = (0, 1, 1, 2, 2, 3, 5, 8)
+_PENDING_VIEWS = 16
+_VIEW_SIZES = (0, 1, 2, 2, 3, 3, 5, 8)
 
 
 @promise(
@@ -204,30 +203,20 @@ def test_copies_reach_far_into_a_tensor(lab: Lab, where: str) -> None:
     expect(bool((found[:far] == 1).all()), True, "that everything before it stayed as it was")
 
 
-@dataclass(frozen=True)
-class RandomView:
-    """A random view of a tensor with one dimension: its shape, strides and offset, and the contents of the tensor."""
-
-    shape: Sequence[int]
-    strides: Sequence[int]
-    offset: int
-    contents: Tensor
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this view of another tensor."""
-        return tensor.as_strided(self.shape, self.strides, self.offset)
+_View = tuple["partial[Tensor]", Tensor]
+"""A function that returns a view of a tensor with one dimension, and the contents of that tensor."""
 
 
-def _random_view(draw: random.Random, shape: Sequence[int], dtype: torch.dtype, *, repeats: bool, dense: bool) -> RandomView:
-    """Return a view. ``repeats``: dimensions may have stride 0. ``dense``: the view is contiguous."""
-    strides, span = [0] * len(shape), 1 if dense else draw.choice((1, 1, 2))
+def _random_view(draw: random.Random, shape: Sequence[int], dtype: torch.dtype, *, repeats: bool, dense: bool) -> _View:
+    """Return a random view. ``repeats``: dimensions may have stride 0. ``dense``: the view is contiguous."""
+    strides, span, offset = [0] * len(shape), 1 if dense else draw.choice((1, 1, 1, 2)), draw.randrange(4)
     order = [*reversed(range(len(shape)))]
     for dimension in order if dense or draw.random() < 0.5 else draw.sample(order, len(order)):
         if not (repeats and draw.random() < 0.2):
             strides[dimension] = span
-            span = span * max(shape[dimension], 1) + (0 if dense else draw.choice((0, 0, 1, 3)))
-    offset = draw.randrange(4)
-    return RandomView(shape, strides, offset, pattern(draw.randrange(_VIEWS), offset + span + draw.randrange(3), dtype))
+            span = span * max(shape[dimension], 1) + (0 if dense else draw.choice((0, 1, 1, 3)))
+    view = partial(torch.as_strided, size=shape, stride=strides, storage_offset=offset)
+    return view, pattern(draw.randrange(_VIEWS), offset + span + draw.randrange(3), dtype)
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
@@ -248,30 +237,25 @@ def test_random_views_are_copied(lab: Lab) -> None:
         to = _random_view(draw, shape, dtype, repeats=False, dense=dense)
         copies.append((kind, to, _random_view(draw, shape, dtype, repeats=not dense, dense=dense)))
 
-    def allocate(view: RandomView, pinned: bool) -> Tensor:
-        contents = view.contents
+    def allocate(contents: Tensor, pinned: bool) -> Tensor:
         if pinned:
             return backend.empty_pinned("view", tuple(contents.shape), contents.dtype).tensor.copy_(contents)
         return lab.upload(stream, {"bytes": contents.view(torch.uint8)})["bytes"].view(contents.dtype)
 
-    def is_pending(some: Sequence[tuple[str, RandomView, RandomView]]) -> bool:
-        tensors = [
-            (allocate(to, kind == "to the host"), allocate(source, kind == "to the device")) for kind, to, source in some
-        ]
+    def is_pending(some: Sequence[tuple[str, _View, _View]]) -> bool:
+        written = [allocate(contents, kind == "to the host") for kind, (_, contents), _ in some]
+        read = [allocate(contents, kind == "to the device") for kind, _, (_, contents) in some]
         lab.slow(stream)
         busy = lab.record(stream, "busy")
-        for (_, to, source), (written, read) in zip(some, tensors, strict=True):
-            backend.copy_async(to.of(written), source.of(read), stream=stream)
+        for (_, to, source), destination, origin in zip(some, written, read, strict=True):
+            backend.copy_async(to[0](destination), source[0](origin), stream=stream)
         pending = not busy.query()
         stream.synchronize()
-        for (kind, to, source), (written, _) in zip(some, tensors, strict=True):
-            wanted = to.contents.clone()
-            to.of(wanted).copy_(source.of(source.contents))
-            wrong = (written.view(torch.uint8).cpu() != wanted.view(torch.uint8)).nonzero().flatten().tolist()
-            assert not wrong, (
-                f"a copy {kind} of shape {to.shape} in {wanted.dtype}, from strides {source.strides} and offset "
-                f"{source.offset} to {to.strides} and {to.offset}: {len(wrong)} bytes are wrong, the first is byte {wrong[0]}"
-            )
+        for (kind, (to, before), (source, contents)), found in zip(some, written, strict=True):
+            to(wanted := before.clone()).copy_(source(contents))
+            wrong = (found.view(torch.uint8).cpu() != wanted.view(torch.uint8)).nonzero().flatten().tolist()
+            what = f"a copy {kind} in {found.dtype} from {source.keywords} to {to.keywords}"
+            assert not wrong, f"{what}: {len(wrong)} bytes of the whole tensor are wrong, the first is byte {wrong[0]}"
         return pending
 
     words = "a copy always waited for earlier work: with strides or an offset, or in a rare dtype, it is synchronous"

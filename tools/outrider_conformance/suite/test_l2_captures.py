@@ -35,7 +35,6 @@ from outrider_conformance.suite.test_l2_graphs import triple
 
 _BUFFERS = 12
 _COPIES = ("cpu", "tolist")
-_UNCHANGED = "A :class:`DeviceError` passes through unchanged."
 
 
 class _MistakeError(Exception):
@@ -121,16 +120,16 @@ def test_a_failing_callable_leaves_no_trace(lab: Lab, after: int) -> None:
 @needs("captures_graphs")
 @promise("Backend.capture", "Raises :class:`CaptureError`, with the cause, when ``fn`` or the device fails")
 def test_an_exception_of_any_type_fails_the_capture(lab: Lab) -> None:
-    """Each builtin exception of a callable is the cause of a CaptureError; KeyboardInterrupt and the like pass unchanged."""
+    """Each builtin exception of a callable is the cause of a CaptureError, and a device error passes unchanged."""
     backend = lab.backend
     (stream,) = lab.streams("s")
-    for error in builtin_exceptions():
+    for error in (DeviceFault("of the test"), *builtin_exceptions()):
 
         def fn(_: CaptureContext, error: BaseException = error) -> None:
             raise error
 
         found = cause = error_of(partial(backend.capture, "raises", fn, stream=stream, inputs={}, outputs={}))
-        while cause is not None and cause is not error:
+        while cause is not None and cause is not error and not isinstance(error, DeviceFault):
             cause = cause.__cause__
         assert cause is error, f"a callable raised {error!r}, and its capture {found!r}: the graph would lack work"
         assert backend.active_capture is None, f"a capture is still open after {error!r}"
@@ -198,24 +197,6 @@ def test_the_scope_around_a_capture_is_restored(lab: Lab, fails: bool) -> None:
             assert fails, "the capture failed"
         y.copy_(x)
     expect(lab.read_tensor(scope, y), 1.0, "work in the scope, after the capture")
-
-
-@needs("captures_graphs")
-@promise("Backend.capture", _UNCHANGED)
-def test_a_device_error_passes_unchanged(lab: Lab) -> None:
-    """A typed device error from inside a capture is not turned into a capture error."""
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    y = lab.full(stream, 0)
-    fault = DeviceFault("of the test")
-
-    def fn(context: CaptureContext) -> None:
-        raise fault
-
-    with pytest.raises(DeviceFault) as caught:
-        backend.capture("faults", fn, stream=stream, inputs={}, outputs={"y": y})
-    assert caught.value is fault
-    _still_works(lab, backend)
 
 
 @needs("captures_graphs")
