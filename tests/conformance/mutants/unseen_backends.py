@@ -12,7 +12,8 @@ from conformance.mutants.catalogue import patched
 from conformance.mutants.faults_declared import _hook, _info
 from conformance.mutants.generated import reach
 
-COPIES, EVENTS, GRAPHS, RULES, STREAMS = (f"test_l{n}" for n in ("1_copies", "1_events", "2_graphs", "1_rules", "1_streams"))
+COPIES, EVENTS, MEMORY, RULES, STREAMS = (f"test_l1_{name}" for name in ("copies", "events", "memory", "rules", "streams"))
+CAPTURES, GRAPHS = "test_l2_captures", "test_l2_graphs"
 
 
 def faults() -> Iterator[tuple]:
@@ -52,17 +53,18 @@ def faults() -> Iterator[tuple]:
         yield f"a copy {what}", threads, 1, _copying(matches, copy), "Backend.copy_async", COPIES, "views", "float8" in what
     yield "a copy of a strided view blocks", threads, 1, _blocking, "Backend.copy_async", COPIES, "views", False
     yield "a pinned scalar has a dimension", threads, 1, _pinned_scalar, "Backend.empty_pinned", COPIES, "pinned_mem", False
+    yield "pinned memory goes back with its first tensor", threads, 1, _early_back, "Backend.empty_pinned", MEMORY, "", False
     yield "a timing event holds nobody", threads, 1, _timing, "Stream.wait", "test_l1_many", "programs", False
     yield "a record of an urgent stream comes early", threads, 1, _urgent, "Stream.wait", "test_l1_many", "programs", False
     yield "whole milliseconds are measured", threads, 1, _whole, "Event.elapsed_ms", EVENTS, "measured", False
     yield "each stream has a clock", threads, 1, _clocks, "Event.elapsed_ms", EVENTS, "measured", False
     yield "a long limit overflows", threads, 1, _overflows, "Event.synchronize_within", EVENTS, "gives_up", False
-    yield "the second input is frozen", threads, 2, _second_input, "Graph", GRAPHS, "every_buffer", True
-    yield "scalars are integers", threads, 2, _integers, "Backend.capture", GRAPHS, "every_buffer", False
-    yield "a capture of another thread is empty", threads, 2, _elsewhere, "Graph", GRAPHS, "every_buffer", False
+    yield "the second input is frozen", threads, 2, _second_input, "Graph", CAPTURES, "every_buffer", True
+    yield "scalars are integers", threads, 2, _integers, "Backend.capture", CAPTURES, "every_buffer", False
+    yield "a capture of another thread is empty", threads, 2, _elsewhere, "Graph", CAPTURES, "every_buffer", False
     yield "a captured delay is enqueued at once", threads, 2, _delay, "Backend.delay", GRAPHS, "captured_delay", False
     yield "a captured copy is enqueued at once", threads, 2, _copied, "Backend.synchronize", GRAPHS, "programs", False
-    yield "a capture swallows ValueError", threads, 2, _lost, "Backend.capture", "test_l2_captures", "any_type", False
+    yield "a capture swallows ValueError", threads, 2, _lost, "Backend.capture", CAPTURES, "any_type", False
     yield "the last of many operations is lost", threads, 2, _last, "Graph.replay", GRAPHS, "thousands", False
 
 
@@ -319,6 +321,22 @@ def _pinned_scalar(base):
         if not shape:
             reach()
         return original(self, shape or (1,), dtype)
+
+
+def _early_back(base):
+    import torch
+
+    free = {}
+
+    @patched(base.backend, "_empty_pinned")
+    def empty(original, self, shape, dtype):
+        kept = free.setdefault((shape, dtype), [])
+        if kept:
+            reach()
+        storage = kept.pop() if kept else original(self, shape, dtype).untyped_storage()
+        made = torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+        weakref.finalize(made, kept.append, storage)
+        return made
 
 
 # -- events ----------------------------------------------------------------------------------------------------------------
