@@ -47,6 +47,7 @@ def faults() -> Iterator[tuple]:
     yield "a host wait holds a lock", threads, 1, _locked, "Backend", STREAMS, "waiting_thread", False
     yield "backends share the current stream", threads, 1, _one_current, "Backend", STREAMS, "two_backends", False
     yield "backends share errors", threads, 1, _one_failure, "Backend.synchronize", STREAMS, "two_backends", False
+    yield "an event of an ended thread is over", threads, 1, _ended, "Event.synchronize", STREAMS, "thread_that_ended", False
     yield "a wait changes the gradient mode", threads, 1, _gradients, "Backend", RULES, "global_state", False
     yield "a scope changes the default dtype inside", cpu, 1, _dtype_inside, "Backend", RULES, "global_state", False
     for what, (matches, copy) in _COPIES.items():
@@ -236,6 +237,20 @@ def _one_failure(base):
         original(self)
         self.failures = shared
         reach()
+
+
+def _ended(base):
+    @patched(base.stream, "_record")
+    def record(original, self, event):
+        original(self, event)
+        event.thread = threading.current_thread()
+
+    @patched(base.event, "_synchronize")
+    def synchronize(original, self):
+        if self.thread.is_alive():
+            original(self)
+        else:
+            reach()
 
 
 def _gradients(base):

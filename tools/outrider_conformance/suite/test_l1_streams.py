@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, CapabilityError, DeviceError, Stream
+from outrider.device import Backend, CapabilityError, DeviceError, Event, Stream
 from outrider_conformance.exceptions import builtin_exceptions, error_of
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
@@ -399,15 +399,21 @@ def test_the_host_waits_alike_in_every_scope(lab: Lab, wait: str) -> None:
         expect(lab.current_values(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
 
 
-@promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
-def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
-    """A device wait covers the work of a stream that another thread created."""
-    made: list[Stream] = []
-    call_on_new_thread(lambda: made.extend(lab.streams("made elsewhere")))
-    x = lab.full(made[0], 0)
-    lab.fill_late(made[0], x, 1)
-    lab.backend.synchronize()
-    expect(lab.current_values(x), 1.0, "a late write of a stream that another thread made")
+@promise("Backend", "*Threads.* Every method may be called from any thread.")
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_covers_the_work_of_a_thread_that_ended(lab: Lab, wait: str) -> None:
+    """A host wait covers a late write on a stream that another thread created and used, and an event that it recorded."""
+    made: list[tuple[Stream, Tensor, Event]] = []
+
+    def work() -> None:
+        stream, x = lab.one_stream()
+        lab.fill_late(stream, x, 1)
+        made.append((stream, x, lab.record(stream)))
+
+    call_on_new_thread(work)
+    for stream, x, event in made:
+        WAITS[wait](lab.backend, stream, event)
+        expect(lab.current_values(x), 1.0, "a late write on a stream of another thread")
 
 
 @promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
