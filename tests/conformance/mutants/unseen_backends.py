@@ -13,7 +13,7 @@ from conformance.mutants.faults_declared import _hook, _info
 from conformance.mutants.generated import reach
 
 COPIES, EVENTS, MEMORY, RULES, STREAMS = (f"test_l1_{name}" for name in ("copies", "events", "memory", "rules", "streams"))
-CAPTURES, GRAPHS = "test_l2_captures", "test_l2_graphs"
+CAPTURES, GRAPHS, FLAGS = "test_l2_captures", "test_l2_graphs", "test_l3_flags_and_parameters"
 
 
 def faults() -> Iterator[tuple]:
@@ -35,7 +35,7 @@ def faults() -> Iterator[tuple]:
         ("no device is counted", {"device_count": 0}, "BackendInfo.device_count"),
         ("an option is declared and unknown", {"options": {"mode": "fast or exact"}}, "BackendInfo.options"),
         ("the option of Outrider is declared", {"options": {"kernels": "of mine"}}, "BackendInfo.options"),
-        ("a variable has no name", {"cache_variables": ("A CACHE",)}, "BackendInfo.cache_variables"),
+        ("a variable has no name", {"cache_variables": ("A CACHE",)}, "BackendInfo.options"),
         ("a usable backend has advice", {"advice": "install it"}, "PluginInfo.usable"),
     ):
         yield fault, cpu, 0, _reached_info(**changes), promise, "test_l0_plugin", "", False
@@ -48,6 +48,7 @@ def faults() -> Iterator[tuple]:
     yield "backends share the current stream", threads, 1, _one_current, "Backend", STREAMS, "two_backends", False
     yield "backends share errors", threads, 1, _one_failure, "Backend.synchronize", STREAMS, "two_backends", False
     yield "an event of an ended thread is over", threads, 1, _ended, "Event.synchronize", STREAMS, "thread_that_ended", False
+    yield "a copy of another thread runs at once", threads, 1, _at_once, "Backend", "test_l1_threads", "work_at", False
     yield "a wait changes the gradient mode", threads, 1, _gradients, "Backend", RULES, "global_state", False
     yield "a scope changes the default dtype inside", cpu, 1, _dtype_inside, "Backend", RULES, "global_state", False
     for what, (matches, copy) in _COPIES.items():
@@ -60,6 +61,17 @@ def faults() -> Iterator[tuple]:
     yield "whole milliseconds are measured", threads, 1, _whole, "Event.elapsed_ms", EVENTS, "measured", False
     yield "each stream has a clock", threads, 1, _clocks, "Event.elapsed_ms", EVENTS, "measured", False
     yield "a long limit overflows", threads, 1, _overflows, "Event.synchronize_within", EVENTS, "gives_up", False
+    yield (
+        "a replay goes to the scope's stream",
+        threads,
+        2,
+        _to_scope("graph", "_replay"),
+        "Graph.replay",
+        GRAPHS,
+        "named",
+        False,
+    )
+    yield "a set goes to the scope's stream", threads, 3, _to_scope("flag", "_set"), "Flag.set", FLAGS, "after_the_set", False
     yield "the second input is frozen", threads, 2, _second_input, "Graph", CAPTURES, "every_buffer", True
     yield "scalars are integers", threads, 2, _integers, "Backend.capture", CAPTURES, "every_buffer", False
     yield "a capture of another thread is empty", threads, 2, _elsewhere, "Graph", CAPTURES, "every_buffer", False
@@ -253,6 +265,19 @@ def _ended(base):
             reach()
 
 
+def _at_once(base):
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    @patched(base.backend, "_copy_async")
+    def copy(original, self, destination, source):
+        if threading.current_thread() is threading.main_thread():
+            original(self, destination, source)
+        else:
+            reach()
+            with _disable_current_modes():  # else the scope's mode enqueues the copy
+                destination.copy_(source)
+
+
 def _gradients(base):
     @patched(base.backend, "_synchronize")
     def synchronize(original, self):
@@ -407,17 +432,30 @@ def _clocks(base):
 
 def _overflows(base):
     def within(self, seconds):
-        if seconds > 1e6:
+        nanoseconds = int(seconds * 1e9)
+        if nanoseconds >> 32:
             reach()
-        done = self.mark._reached.wait((int(seconds * 1e3) & 0xFFFF) / 1e3 if seconds > 1e6 else seconds)
+        done = self.mark._reached.wait((nanoseconds & 0xFFFFFFFF) / 1e9)
         if done:
             self.backend.raise_failed("a limited wait")
-        return done and seconds < 1e6
+        return done
 
     base.event._synchronize_within = within
 
 
-# -- graphs ----------------------------------------------------------------------------------------------------------------
+# -- graphs and flags --------------------------------------------------------------------------------------------------
+
+
+def _to_scope(owner, verb):
+    def apply(base):
+        @patched(getattr(base, owner), verb)
+        def call(original, self, stream):
+            scope = getattr(self.backend._thread, "stream", None)
+            if scope is not None and scope is not stream:
+                reach()
+            original(self, scope or stream)
+
+    return apply
 
 
 def _with_context(change):

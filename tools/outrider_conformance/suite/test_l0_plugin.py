@@ -188,8 +188,11 @@ def test_the_last_device_that_it_counts_can_be_opened(kit: Kit, backend: Backend
 
 
 @promise("BackendInfo.options", "Options of the backend's name, each with its meaning. Outrider itself defines ``kernels``.")
-def test_the_options_that_it_declares_are_its_own(kit: Kit) -> None:
-    """Each declared option has a name that can be typed and a meaning, and is not refused as an unknown option is."""
+def test_the_options_and_variables_that_it_declares_can_be_set(kit: Kit) -> None:
+    """Each declared option has a name that can be typed and a meaning, and is not refused as an unknown option is.
+
+    Each declared environment variable has a name of letters, digits and underscores.
+    """
 
     def answer(option: str) -> str:
         try:
@@ -199,18 +202,13 @@ def test_the_options_that_it_declares_are_its_own(kit: Kit) -> None:
         return "accepted"
 
     unknown = answer("no_such_option_of_anybody")
+    for variable in (*kit.info.cache_variables, *kit.info.sanitizer_variables):
+        assert str(variable).isidentifier(), f"{variable!r} is no name of an environment variable"
     for option, meaning in kit.info.options.items():
         assert option.isidentifier(), f"option {option!r} can't be typed: use letters, digits and underscores"
         assert option != KERNELS_OPTION, f"option {option!r} is declared, and Outrider answers it before the plugin sees it"
         assert meaning.strip(), f"option {option!r} has no meaning: `outrider backends` shows it"
         assert answer(option) != unknown, f"option {option!r} is declared, and create_backend refuses it as unknown"
-
-
-@promise("BackendInfo.cache_variables", "Environment variables that each name a directory of compiled kernels.")
-def test_the_variables_that_it_names_can_be_set(info: BackendInfo) -> None:
-    """The names of environment variables have letters, digits and underscores."""
-    for variable in (*info.cache_variables, *info.sanitizer_variables):
-        assert str(variable).isidentifier(), f"{variable!r} is no name of an environment variable"
 
 
 BUILDS_ON: Mapping[str, str] = MappingProxyType(

@@ -111,14 +111,17 @@ def _scale(context: CaptureContext) -> None:
 @promise("Graph.replay", "Enqueue the captured work on ``stream``")
 @in_every_order()
 def test_a_replay_goes_to_the_stream_that_is_named(lab: Lab) -> None:
-    """A replay on another stream than the captured one obeys that stream's waits, and its records cover the replay."""
+    """A replay on another stream than the captured one, in whose scope it is called, obeys that stream's waits, and its
+    records cover the replay.
+    """
     captured, producer, stream, consumer = lab.streams("captured", "producer", "stream", "consumer")
     graph = triple(lab, captured)
     captured.synchronize()
     z = lab.full(consumer, 0)
     lab.fill_late(producer, graph.inputs["x"], 2)
     stream.wait(lab.record(producer, "written"))
-    graph.replay(stream)
+    with lab.backend.on(captured):
+        graph.replay(stream)
     consumer.wait(lab.record(stream, "replayed"))
     lab.expect_read(consumer, z, graph.outputs["y"], 7.0, "the output, read after a record of the stream that replayed")
 

@@ -42,13 +42,14 @@ def test_a_wait_may_precede_its_set(lab: Lab) -> None:
 )
 @in_every_order()
 def test_a_wait_after_the_set_passes(lab: Lab) -> None:
-    """Several waits pass one set, also a wait after the others have passed."""
+    """Several waits pass one set, also a wait after the others have passed. The set is called in another stream's scope."""
     a, b, c = lab.streams("a", "b", "c")
     x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(c, 0)
     last = lab.full(a, 0)
     flag = lab.backend.create_flag("f")
     lab.fill_late(a, x, 1)
-    flag.set(a)
+    with lab.backend.on(c):
+        flag.set(a)
     for stream, tensor in ((b, y), (c, z)):
         flag.wait(stream)
         lab.copy(stream, tensor, x)
