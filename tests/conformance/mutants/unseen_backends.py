@@ -77,6 +77,7 @@ def faults() -> Iterator[tuple]:
     yield "a capture of another thread is empty", threads, 2, _elsewhere, "Graph", CAPTURES, "every_buffer", False
     yield "a captured delay is enqueued at once", threads, 2, _delay, "Backend.delay", GRAPHS, "captured_delay", False
     yield "a captured copy is enqueued at once", threads, 2, _copied, "Backend.synchronize", GRAPHS, "programs", False
+    yield "SystemExit leaves a capture open", threads, 2, _open_capture, "Backend.capture", CAPTURES, "any_type", False
     yield "a capture swallows ValueError", threads, 2, _lost, "Backend.capture", CAPTURES, "any_type", False
     yield "the last of many operations is lost", threads, 2, _last, "Graph.replay", GRAPHS, "thousands", False
 
@@ -512,6 +513,17 @@ def _copied(base):
             return original(self, destination, source)
         reach()
         return self._thread.stream.worker.put(lambda: destination.copy_(source))
+
+
+def _open_capture(base):
+    @patched(base.backend, "_capture")
+    def capture(original, self, *args):
+        try:
+            return original(self, *args)
+        except SystemExit:
+            reach()
+            self._thread.program = []
+            raise
 
 
 def _lost(base):

@@ -247,8 +247,8 @@ def test_random_views_are_copied(lab: Lab) -> None:
         read = [allocate(contents, kind == "to the device") for kind, _, (_, contents) in some]
         lab.slow(stream)
         busy = lab.record(stream, "busy")
-        for (_, to, source), destination, origin in zip(some, written, read, strict=True):
-            backend.copy_async(to[0](destination), source[0](origin), stream=stream)
+        for (_, (to, _), (source, _)), destination, origin in zip(some, written, read, strict=True):
+            backend.copy_async(to(destination), source(origin), stream=stream)
         pending = not busy.query()
         stream.synchronize()
         for (kind, (to, before), (source, contents)), found in zip(some, written, strict=True):

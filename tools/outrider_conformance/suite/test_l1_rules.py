@@ -34,6 +34,7 @@ from outrider_conformance.suite import test_l1_streams as streams
 from outrider_conformance.suite import test_l2_graphs as graphs
 from outrider_conformance.suite import test_l3_flags_and_parameters as parameters
 from outrider_conformance.suite.test_l0_plugin import BUILDS_ON
+from outrider_conformance.suite.test_l1_errors import WAITS
 from outrider_conformance.suite.test_l1_operators import VERBS
 
 
@@ -177,10 +178,10 @@ def test_no_verb_changes_global_state(lab: Lab) -> None:
             raise ValueError("of the test")
 
     verbs: dict[str, Callable[[], object]] = {name: partial(verb, lab, a, b, event) for name, verb in VERBS.items()}
+    verbs |= {name: partial(wait, backend, a, event) for name, wait in WAITS.items()}
     verbs |= {"Backend.on": enter, "Backend.memory_info": backend.memory_info, "Graph.replay": partial(graph.replay, a)}
     verbs |= {"Backend.create_stream": partial(lab.streams, "s"), "Backend.capture": partial(graphs.triple, lab, a)}
-    verbs |= {"Backend.copy_async": partial(backend.copy_async, x, pinned, stream=a), "Stream.synchronize": a.synchronize}
-    verbs |= {"Event.synchronize": event.synchronize, "Backend.synchronize": backend.synchronize}
+    verbs |= {"Backend.copy_async": partial(backend.copy_async, x, pinned, stream=a)}
     for name, verb in verbs.items():
         states[:] = [process_state()]
         verb()

@@ -133,6 +133,7 @@ def test_an_exception_of_any_type_fails_the_capture(lab: Lab) -> None:
             cause = cause.__cause__
         assert cause is error, f"a callable raised {error!r}, and its capture {found!r}: the graph would lack work"
         assert backend.active_capture is None, f"a capture is still open after {error!r}"
+        expect(lab.read_tensor(stream, lab.full(stream, 1)), 1.0, f"work after {error!r} in a capture")
     _still_works(lab, backend)
 
 
