@@ -335,5 +335,5 @@ def _torch_state(torch: Any) -> dict[str, object]:
         "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch's precision of float32 products": torch.get_float32_matmul_precision(),
         "torch's gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "torch's seed": torch.initial_seed(),
+        "torch's random state": bytes(torch.get_rng_state().numpy()),
     }

@@ -50,6 +50,8 @@ def faults() -> Iterator[tuple]:
     yield "an event of an ended thread is over", threads, 1, _ended, "Event.synchronize", STREAMS, "thread_that_ended", False
     yield "a copy of another thread runs at once", threads, 1, _at_once, "Backend", "test_l1_threads", "work_at", False
     yield "a wait changes the gradient mode", threads, 1, _gradients, "Backend", RULES, "global_state", False
+    yield "each stream sets torch's seed", cpu, 1, _seeds, "Backend", RULES, "global_state", False
+    yield "an event draws a random number", cpu, 1, _draws, "Backend", RULES, "global_state", False
     yield "a scope changes the default dtype inside", cpu, 1, _dtype_inside, "Backend", RULES, "global_state", False
     for what, (matches, copy) in _COPIES.items():
         yield f"a copy {what}", threads, 1, _copying(matches, copy), "Backend.copy_async", COPIES, "views", "float8" in what
@@ -287,6 +289,26 @@ def _gradients(base):
         original(self)
         reach()
         torch.set_grad_enabled(not torch.is_grad_enabled())
+
+
+def _seeds(base):
+    import torch
+
+    @patched(base.backend, "_create_stream")
+    def create(original, self, name, priority):
+        reach()
+        torch.manual_seed(0)
+        return original(self, name, priority)
+
+
+def _draws(base):
+    import torch
+
+    @patched(base.backend, "_create_event")
+    def create(original, self, name, timing):
+        reach()
+        torch.rand(1)
+        return original(self, name, timing)
 
 
 def _dtype_inside(base):
