@@ -90,6 +90,7 @@ def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
     made = _create_streams(lab, _VERY_MANY)
     for late in (made[0], made[len(made) // 2], made[-1]):
         x = lab.full(late, 0)
+        lab.slow(late)  # a wait for so many streams takes a while, too
         lab.fill_late(late, x, 1)
         lab.backend.synchronize()
         expect(lab.current_values(x), 1.0, f"the late write of {late.name!r}, of {len(made)} streams")
