@@ -46,7 +46,7 @@ def faults() -> Iterator[tuple]:
     yield "KeyboardInterrupt leaves a scope open", threads, 1, _left_open, "Backend.on", STREAMS, "any_type", False
     yield "a host wait holds a lock", threads, 1, _locked, "Backend", STREAMS, "waiting_thread", False
     yield "backends share the current stream", threads, 1, _one_current, "Backend", STREAMS, "two_backends", False
-    yield "backends share errors", threads, 1, _one_failure, "Backend.synchronize", STREAMS, "two_backends", False
+    yield "a device wait is of the newest backend", threads, 1, _newest, "Backend", STREAMS, "two_backends", False
     yield "an event of an ended thread is over", threads, 1, _ended, "Event.synchronize", STREAMS, "thread_that_ended", False
     yield "a copy of another thread runs at once", threads, 1, _at_once, "Backend", "test_l1_threads", "work_at", False
     yield "a wait changes the gradient mode", threads, 1, _gradients, "Backend", RULES, "global_state", False
@@ -242,16 +242,20 @@ def _one_current(base):
     base.backend._on = on
 
 
-def _one_failure(base):
-    from outrider_threads.worker import Failures
-
-    shared = Failures()
+def _newest(base):
+    made = []
 
     @patched(base.backend, "__init__")
     def init(original, self):
         original(self)
-        self.failures = shared
-        reach()
+        made.append(weakref.ref(self))
+
+    @patched(base.backend, "_synchronize")
+    def synchronize(original, self):
+        newest = made[-1]()
+        if newest is not self:
+            reach()
+        original(newest)
 
 
 def _ended(base):
