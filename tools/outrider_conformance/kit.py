@@ -58,8 +58,7 @@ class Kit:
             self._unopenable = error
             raise
         if not self._facts:
-            output = ["standard output"] if printed.getvalue() else []
-            self.opening_changes = [*changed_state(before, process_state()), *output]
+            self.opening_changes = [*changed_state(before, process_state()), *["standard output"] * bool(printed.getvalue())]
             self._facts = _facts(backend)
         return backend
 

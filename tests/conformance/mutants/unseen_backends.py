@@ -62,6 +62,9 @@ def faults() -> Iterator[tuple]:
     yield "a record of an urgent stream comes early", threads, 1, _urgent, "Stream.wait", "test_l1_many", "programs", False
     yield "whole milliseconds are measured", threads, 1, _whole, "Event.elapsed_ms", EVENTS, "measured", False
     yield "each stream has a clock", threads, 1, _clocks, "Event.elapsed_ms", EVENTS, "measured", False
+    for wait, owner, verb in (("device", "backend", "_synchronize"), ("limited", "event", "_synchronize_within")):
+        name = f"{owner.title()}.{verb[1:]}"
+        yield f"a {wait} wait raises no error", threads, 1, _silent(owner, verb), name, "test_l1_errors", "", False
     yield "a long limit overflows", threads, 1, _overflows, "Event.synchronize_within", EVENTS, "gives_up", False
     yield (
         "a replay goes to the scope's stream",
@@ -74,6 +77,7 @@ def faults() -> Iterator[tuple]:
         False,
     )
     yield "a set goes to the scope's stream", threads, 3, _to_scope("flag", "_set"), "Flag.set", FLAGS, "after_the_set", False
+    yield "flag 17 is flag 1", threads, 3, _sixteen, "Flag", FLAGS, "several_flags", False
     yield "the second input is frozen", threads, 2, _second_input, "Graph", CAPTURES, "every_buffer", True
     yield "scalars are integers", threads, 2, _integers, "Backend.capture", CAPTURES, "every_buffer", False
     yield "a capture of another thread is empty", threads, 2, _elsewhere, "Graph", CAPTURES, "every_buffer", False
@@ -457,6 +461,20 @@ def _clocks(base):
         return original(self, end) + end.clock - self.clock
 
 
+def _silent(owner, verb):
+    def apply(base):
+        def wait(self, *seconds):
+            reach()
+            done = True
+            for mark in [stream.worker.mark() for stream in self.streams] if owner == "backend" else [self.mark]:
+                done = mark._reached.wait(*seconds)
+            return done
+
+        setattr(getattr(base, owner), verb, wait)
+
+    return apply
+
+
 def _overflows(base):
     def within(self, seconds):
         nanoseconds = int(seconds * 1e9)
@@ -483,6 +501,18 @@ def _to_scope(owner, verb):
             original(self, scope or stream)
 
     return apply
+
+
+def _sixteen(base):
+    flags = []
+
+    @patched(base.flag, "__init__")
+    def init(original, self, backend, name):
+        original(self, backend, name)
+        flags.append(self._flag)
+        if len(flags) > 16:
+            reach()
+            self._flag = flags[len(flags) % 16 - 1]
 
 
 def _with_context(change):
