@@ -65,6 +65,7 @@ def faults() -> Iterator[tuple]:
     for wait, owner, verb in (("device", "backend", "_synchronize"), ("limited", "event", "_synchronize_within")):
         name = f"{owner.title()}.{verb[1:]}"
         yield f"a {wait} wait raises no error", threads, 1, _silent(owner, verb), name, "test_l1_errors", "", False
+    yield "a limit is ignored", threads, 1, _unlimited, "Event.synchronize_within", EVENTS, "gives_up", False
     yield "a long limit overflows", threads, 1, _overflows, "Event.synchronize_within", EVENTS, "gives_up", False
     yield (
         "a replay goes to the scope's stream",
@@ -473,6 +474,15 @@ def _silent(owner, verb):
         setattr(getattr(base, owner), verb, wait)
 
     return apply
+
+
+def _unlimited(base):
+    def within(self, seconds):
+        reach()
+        self._synchronize()
+        return True
+
+    base.event._synchronize_within = within
 
 
 def _overflows(base):

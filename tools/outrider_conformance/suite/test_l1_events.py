@@ -174,7 +174,8 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
 
 @needs("asynchronous")
 @promise("Event.synchronize_within", "After False, the calling thread is ordered after nothing.")
-def test_synchronize_within_gives_up(lab: Lab) -> None:
+@in_some_order("a wait with the limit 0 always waited for the work")
+def test_synchronize_within_gives_up(lab: Lab) -> bool:
     """The wait returns False for work that takes longer than the limit. A device without a clock may complete the work
     instead.
     """
@@ -186,8 +187,8 @@ def test_synchronize_within_gives_up(lab: Lab) -> None:
     if came:
         expect(lab.current_values(x), 1.0, "what the host read after the generation")
     assert event.synchronize_within(_LONGEST_S), f"False at once within a limit of {_LONGEST_S:g} s: does it overflow?"
-    expect(lab.current_values(x), 1.0, "what the host read after a wait with a distant limit")
     assert event.synchronize_within(0.0), "False for a generation that is over"
+    return not came or lab.backend.control is not None
 
 
 @promise("Event.query", "Return True if the latest generation has completed. Never blocks.")
