@@ -10,9 +10,9 @@ MODULE = "conformance.mutants.unseen"
 
 
 def test_each_class_has_a_fast_case():
-    """At least one of drivers, of kernels, of what vendors ask and of rare faults runs each time."""
+    """At least one of drivers, of kernels, of what vendors ask, of rare faults and of backends runs each time."""
     fast = {name for name, one in PLUGINS.items() if one.fast}
-    for made in (unseen.drivers(), unseen.numerics(), unseen.asked(), unseen.rare()):
+    for made in (unseen.drivers(), unseen.numerics(), unseen.asked(), unseen.rare(), unseen.backends()):
         assert fast & {one.name for one in made}
 
 

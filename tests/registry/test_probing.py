@@ -109,9 +109,9 @@ def test_a_plugin_that_changes_global_state_is_told_of(install, probe, monkeypat
         "torch's deterministic algorithms",
         "torch's precision of float32 products",
         "torch's gradient mode",
-        "torch's seed",
-        "the environment",
+        "torch's random state",
         "the recursion limit",
+        "the environment",
         "running threads",
     )
     assert torch.get_num_threads() == threads

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
 
-from outrider.device import Backend, Event, Stream
+from outrider.device import Backend, DeviceError, Event, Stream
 from outrider_conformance.promises import first_sentence
 
 
@@ -35,8 +35,8 @@ class _Record(NamedTuple):
 def checking_waits() -> Generator[None]:
     """Check every return of ``synchronize`` of an event, a stream or a backend inside the scope, on any thread.
 
-    Raises :class:`AssertionError` in the wait if a record that it covers is pending. Devices whose schedule a tool controls
-    aren't checked: a query is a step of their schedules.
+    Raises :class:`AssertionError` in the wait if a record that it covers is pending, or has failed and the wait didn't raise.
+    Devices whose schedule a tool controls aren't checked: a query is a step of their schedules.
     """
     latest: weakref.WeakKeyDictionary[Stream, _Record] = weakref.WeakKeyDictionary()
     original = Stream.record
@@ -81,9 +81,14 @@ def _checked(member: str, method: Callable[..., Any], covered: Callable[[Any], I
     def wait(waited: Any, *args: Any, **kwargs: Any) -> Any:
         backend: Backend = waited if isinstance(waited, Backend) else waited.backend
         records = () if backend.control is not None else covered(waited)
-        result = method(waited, *args, **kwargs)
-        if result is not False and any(each.is_pending for each in records):
-            error = AssertionError(f"{member} has returned, and a record that it covers is pending")
+        result, fault = method(waited, *args, **kwargs), ""
+        try:
+            if result is not False and any(each.is_pending for each in records):
+                fault = "a record that it covers is pending"
+        except DeviceError as failed:  # raised here, the error would hide that the wait has not raised it
+            fault = f"work that it covers has failed: raise this error there: {failed}"
+        if fault:
+            error = AssertionError(f"{member} has returned, and {fault}")
             error.promise = first_sentence(member)  # type: ignore[attr-defined]
             raise error
         return result

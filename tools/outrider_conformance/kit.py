@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
+import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from outrider.device import INTERFACE_DATES, INTERFACE_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
-from outrider.registry.probing import ProbeVerdict
+from outrider.registry.probing import ProbeVerdict, changed_state, process_state
 from outrider_conformance.lab import StreamDelay
 
 if TYPE_CHECKING:
@@ -30,7 +34,10 @@ class Kit:
         self.spec = self.registry.select(spec)
         self.pace = StreamDelay()
         self._facts: dict[str, Any] = {}
+        self._environment = dict(os.environ)  # a child must not inherit what loading the plugin here changes
         self._unopenable: Exception | None = None
+        self.opening_changes: Sequence[str] = ()
+        """Descriptions of the global state of the process that the first opening changed."""
         self.observed: ObservedKernels | None = None
         """The kernel calls of the engines, observed once by the first test that needs them."""
 
@@ -43,18 +50,22 @@ class Kit:
         """Return a new backend. After one failure, each further call raises the same exception at once."""
         if self._unopenable is not None:
             raise self._unopenable
+        before = process_state() if not self._facts else {}
         try:
-            backend = self.registry.create(self.spec)
+            with redirect_stdout(io.StringIO()) as printed:
+                backend = self.registry.create(self.spec)
         except Exception as error:
             self._unopenable = error
             raise
         if not self._facts:
+            self.opening_changes = [*changed_state(before, process_state()), *["standard output"] * bool(printed.getvalue())]
             self._facts = _facts(backend)
         return backend
 
     def loading(self) -> ProbeVerdict | None:
         """Return what loading the plugin changed in a child process, or None if a test passed its own registry."""
-        return self.registry.try_in_child(self.spec.name) if self._installed else None
+        with patch.dict(os.environ, self._environment, clear=True):
+            return self.registry.try_in_child(self.spec.name) if self._installed else None
 
     @property
     def facts(self) -> Mapping[str, Any]:

@@ -294,9 +294,13 @@ class Lab:
         return [self.backend.create_stream(name) for name in names]
 
     def shared_streams(self, count: int) -> Sequence[Stream]:
-        """Return the first ``count`` streams that successive programs share, since devices have a limited number."""
-        while len(self._shared_streams) < count:
-            self._shared_streams.append(self.backend.create_stream(f"s{len(self._shared_streams)}"))
+        """Return the first ``count`` streams that successive programs share, since devices have a limited number.
+
+        Every second one is urgent, where the backend has priorities.
+        """
+        while (number := len(self._shared_streams)) < count:
+            priority = -(number % 2) if self.backend.capabilities.stream_priorities else 0
+            self._shared_streams.append(self.backend.create_stream(f"s{number}", priority=priority))
         return self._shared_streams[:count]
 
     def one_stream(self) -> tuple[Stream, Tensor]:

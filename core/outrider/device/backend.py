@@ -59,7 +59,8 @@ class Backend(ABC):
     nor overridden.
 
     *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
-    them. *Names* are for reports: two objects with one name share nothing.
+    them. *Names* are for reports: two objects with one name share nothing. *Process.* No method changes torch's global state
+    (default dtype, gradient mode, threads, seed), not even inside its scope.
     """
 
     def __init__(

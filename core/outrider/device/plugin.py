@@ -77,7 +77,7 @@ class PluginInfo:
     reason: str = ""
     """The reason why the plugin isn't usable."""
     advice: str = ""
-    """The action that makes the plugin usable."""
+    """The action that makes the plugin usable; empty if it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +87,7 @@ class BackendInfo(PluginInfo):
     priority: int = 0
     """Rank among the usable plugins: ``auto`` selects the highest. A plugin with a negative priority must be named."""
     device_count: int | None = None
+    """Number of devices on this machine, each of which ``create_backend`` opens; None: unknown."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of the backend's name, each with its meaning. Outrider itself defines ``kernels``."""
     cache_variables: tuple[str, ...] = ()
@@ -121,6 +122,9 @@ class BackendHooks:
         ``options`` are the ``key=value`` pairs of the requested name (``sim:seed=7``), as strings. Raise
         :class:`~outrider.device.errors.ConfigError` for an unknown or invalid option, and
         :class:`~outrider.device.errors.BackendLoadError` with the reason if the device isn't available.
+
+        Leave the process as it was: torch's global state, the working directory, signal handlers and standard output belong
+        to the application.
         """
 
 

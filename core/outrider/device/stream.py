@@ -244,6 +244,7 @@ class Event(ABC):
     def elapsed_ms(self, end: Event) -> float:
         """Device milliseconds between the latest generations of this event and of ``end``; both have completed.
 
+        ``end`` completed later, on any stream. The result has a fraction: the clock is finer than a millisecond.
         Raises :class:`CapabilityError` unless both were made with ``timing=True`` on a backend with ``event_timing``.
         """
         if not (self.timing and end.timing):

@@ -35,7 +35,7 @@ LIMIT_S = 10.0
 """Time limit for loading one plugin and calling its describing hook, in seconds."""
 
 _TRUSTED_DISTRIBUTION = "outrider"
-_PROBE_VERSION = 2  # part of the cache key; increase it when the child reports more effects
+_PROBE_VERSION = 3  # part of the cache key; increase it when the child reports more effects
 _MAX_FINGERPRINT_FILES = 2000  # a package with more files has no fingerprint
 _MAX_CACHE_ENTRIES = 500  # the cache drops the oldest entries
 _CHILD_CODE = (
@@ -232,12 +232,12 @@ def load_in_child(work: Mapping[str, Any], environment: Mapping[str, str]) -> No
     sys.meta_path.insert(0, torch_as_imported)
     for index, plugin in enumerate(work["plugins"]):
         write_line(begin=index)
-        before = _state(environment)
+        before = {**process_state(), **_effects(environment)}
         with suppress(BaseException):  # the parent loads the plugin again and reports the error
             _load(plugin)
-        after = _state(environment)
+        after = {**process_state(), **_effects(environment)}
         # If this plugin imports torch, compare with torch's state right after the import.
-        write_line(end=index, changes=_changes({**torch_as_imported.state, **before}, after))
+        write_line(end=index, changes=changed_state({**torch_as_imported.state, **before}, after))
     write_line(done=True)
     os._exit(0)
 
@@ -275,20 +275,29 @@ class _TorchAsImported(MetaPathFinder):
         return spec
 
 
-def _state(environment: Mapping[str, str]) -> dict[str, object]:
-    """Return the global state that a plugin must not change, including torch's if torch is imported.
+def process_state() -> dict[str, object]:
+    """Return the global state that no plugin may change, by its description, including torch's if torch is imported."""
+    torch = sys.modules.get("torch")
+    return {
+        "the working directory": os.getcwd(),
+        "signal handlers": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "the recursion limit": sys.getrecursionlimit(),
+        "the arithmetic of denormal numbers": sys.float_info.min / 2 > 0,
+        **(_torch_state(torch) if torch is not None else {}),
+    }
+
+
+def _effects(environment: Mapping[str, str]) -> dict[str, object]:
+    """Return the state that a plugin may change when it opens a device, but not when it is loaded.
 
     The import path isn't part of the state, because the parent process sets it.
     """
-    torch = sys.modules.get("torch")
-    return {
-        "the environment": dict(environment),
-        "the working directory": os.getcwd(),
-        "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-        "the recursion limit": sys.getrecursionlimit(),
-        "running threads": threading.active_count(),
-        **(_torch_state(torch) if torch is not None else {}),
-    }
+    return {"the environment": dict(environment), "running threads": threading.active_count()}
+
+
+def changed_state(before: Mapping[str, object], after: Mapping[str, object]) -> Sequence[str]:
+    """Return the descriptions of the parts of :func:`process_state` that differ."""
+    return [name for name, value in before.items() if name in after and after[name] != value]
 
 
 def _torch_state(torch: Any) -> dict[str, object]:
@@ -298,10 +307,6 @@ def _torch_state(torch: Any) -> dict[str, object]:
         "torch's number of threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
         "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch's precision of float32 products": torch.get_float32_matmul_precision(),
-        "torch's gradient mode": torch.is_grad_enabled(),
-        "torch's seed": torch.initial_seed(),
+        "torch's gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "torch's random state": bytes(torch.get_rng_state().numpy()),
     }
-
-
-def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> Sequence[str]:
-    return [name for name, value in before.items() if name in after and after[name] != value]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from conformance.mutants import unseen_backends
 from conformance.mutants.catalogue import patched
 from conformance.mutants.generated import kernels, reach
 from conformance.mutants.unseen_operands import faults
@@ -44,7 +45,7 @@ class Unseen:
 
 
 def plugins() -> dict[str, Unseen]:
-    made = [*drivers(), *numerics(), *operands(), *asked(), *rare()]
+    made = [*drivers(), *numerics(), *operands(), *asked(), *rare(), *backends()]
     found = {one.name: one for one in made}
     assert len(found) == len(made), "two plugins have one name"
     return found
@@ -634,6 +635,11 @@ def _at_most(count):
                 task()
 
     return apply
+
+
+def backends() -> Iterator[Unseen]:
+    for fault, base, level, apply, promise, test, near, fast in unseen_backends.faults():
+        yield Unseen(fault, base, level, apply, (promise,), (test,), near, fast=fast)
 
 
 # -- the run ---------------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class ProgramRun:
         self.expected = expected
         backend = self.backend
         self.streams = lab.shared_streams(program.streams)
-        self.events: list[Event] = [backend.create_event(f"e{n}") for n in range(program.events)]
+        self.events = [self._create_event(n) for n in range(program.events)]
         self.holds: list[Event] = [backend.create_event(f"held on s{n}") for n in range(program.streams)]
         self.flags: list[Flag] = [backend.create_flag(f"f{n}") for n in range(program.flags)]
         self.graphs: dict[int, Graph] = {}
@@ -100,6 +100,10 @@ class ProgramRun:
                 made.copy_(lang.pattern(index, memory.count, made.dtype))
             self.buffers.append(made)
         backend.synchronize()
+
+    def _create_event(self, number: int) -> Event:
+        """Create an event. Every second one measures time, where the backend can: it must order work all the same."""
+        return self.backend.create_event(f"e{number}", timing=self.backend.capabilities.event_timing and number % 2 == 1)
 
     def run_program(self) -> None:
         """Run all steps and check the final memory. Raises :class:`WrongProgramValue` or :class:`StepFailed`."""
@@ -147,7 +151,10 @@ class ProgramRun:
             expectation, found, f"{what}: element {at} is {mine[at].item()}, expected {wanted[at].item()} (as bits){more}"
         )
 
-    def _view(self, span: ElementSpan) -> Tensor:
+    def _view(self, span: ElementSpan, context: CaptureContext | None = None) -> Tensor:
+        """Return the elements of a span, in a capture those of its inputs and outputs."""
+        if context is not None:
+            return {**context.inputs, **context.outputs}[f"b{span.of}"][span.view]
         return (self.slots[span.of].tensor if span.pinned else self.buffers[span.of])[span.view]
 
     # -- work of a stream ------------------------------------------------------------------------------------------
@@ -160,21 +167,21 @@ class ProgramRun:
     ) -> None:
         with self.backend.on(stream):
             if isinstance(step, lang.FillStep):
-                self._view(step.to).fill_(step.value)
+                self._view(step.to, context).fill_(step.value)
             elif isinstance(step, lang.Copy):
                 if step.asynchronous:
-                    self.backend.copy_async(self._view(step.to), self._view(step.source), stream=stream)
+                    self.backend.copy_async(self._view(step.to, context), self._view(step.source, context), stream=stream)
                 else:
-                    self._view(step.to).copy_(self._view(step.source))
+                    self._view(step.to, context).copy_(self._view(step.source, context))
             elif step.add == "param" and context is not None:
-                tripled, to = self._view(step.source) * 3, self._view(step.to)
+                tripled, to = self._view(step.source, context) * 3, self._view(step.to, context)
                 self.backend.reissue(context.params["n"], lambda values: _drop(torch.add(tripled, values[0], out=to)))
             else:
                 add = step.add if context is None or isinstance(step.add, int) else context.scalars["k"]
                 assert not isinstance(add, str)
-                temporary = self._view(step.source) * 3
+                temporary = self._view(step.source, context) * 3
                 temporary += add
-                self._view(step.to).copy_(temporary)
+                self._view(step.to, context).copy_(temporary)
 
     def _fill(self, step: lang.FillStep | lang.Mix, path: Path) -> None:
         self._kernel(step, self.streams[step.stream])
@@ -278,7 +285,7 @@ class ProgramRun:
         return done
 
     def _forget(self, step: lang.ReplaceEventStep, path: Path) -> None:
-        self.events[step.event] = self.backend.create_event(f"e{step.event} again")
+        self.events[step.event] = self._create_event(step.event)
 
     def _signal(self, step: lang.Signal, path: Path) -> None:
         flag, event = self.flags[step.flag], self.events[step.event]

@@ -503,7 +503,7 @@ class _ProgramDraft:
                 add: int | str = "param" if param and not number else "scalar" if self.chance(50) else self.fresh()
                 made.append(lang.Mix(stream, to, source, add))
             elif self.chance(70):
-                made.append(lang.Copy(stream, to, source, False))
+                made.append(lang.Copy(stream, to, source, self.chance(40)))
             else:
                 made.append(lang.FillStep(stream, to, self.fresh() % 100))
         return tuple(made)

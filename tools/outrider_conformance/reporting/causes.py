@@ -39,7 +39,7 @@ from outrider_conformance.promises import Promise, first_sentence
 
 CAUSES: Mapping[str, str] = MappingProxyType(
     {
-        "Backend": "state that two backend objects share, or that an exception leaves unrestored",
+        "Backend": "state that backend objects or the process share, or that an exception leaves unrestored",
         "Backend.attach": "work that the backend doesn't report to the observer, or reports on one thread only",
         "Backend.capture": "`_capture` runs work instead of recording it, or leaves its thread in the capture after an error",
         "Backend.copy_async": "the copy runs on another stream than the one passed, blocks the host, or handles offsets, "
@@ -55,10 +55,11 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "Backend.release_finished": "`Event._query` never returns True, or returns True too early",
         "Backend.synchronize": "`_synchronize` skips a stream, or drops an error of queued work",
         "Backend.translate_error": "`translate_error` doesn't recognise an exception of the driver",
-        "BackendHooks": "the module imports a missing package, ignores an option, or doesn't check the device index",
+        "BackendHooks": "the module imports a missing package, ignores an option or device index, or sets global state",
         "Capabilities": "a declared ability that doesn't work, or one that works undeclared: the message names it",
         "CapabilityError": "a call for an undeclared ability does something else instead of raising an error",
         "CaptureContext": "a replay reads the buffer contents of the capture instead of the current contents",
+        "BackendInfo": "a statement of `backend_info` that the registry or the commands can't use",
         "CaptureError": "an error in a capture is swallowed, or leaves the stream capturing",
         "CiDeclaration": "the `ci` of `backend_info`",
         "DeviceFault": "a failure of queued work is raised as a plain RuntimeError, or not at all",

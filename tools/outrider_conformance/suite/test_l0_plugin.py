@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from types import MappingProxyType
 
 import pytest
@@ -34,7 +35,9 @@ from outrider.device import (
     Stream,
     Waiter,
 )
+from outrider.registry.backends import KERNELS_OPTION
 from outrider_conformance.commands.ci_matrix import declaration_fault
+from outrider_conformance.exceptions import builtin_exceptions, error_of
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import expect
 from outrider_conformance.promises import promise
@@ -64,7 +67,16 @@ def test_loading_it_leaves_the_process_as_it_was(kit: Kit) -> None:
         not_applicable("the plugin isn't installed, so no child process can load it")
     assert not verdict.harm, verdict.harm
     assert not verdict.changes, (
-        f"loading the plugin changes {', '.join(verdict.changes)}: do that in create_backend, if at all"
+        f"loading the plugin changes {', '.join(verdict.changes)}: set the device up in create_backend, and its driver alone"
+    )
+
+
+@promise("BackendHooks.create_backend", "Leave the process as it was:")
+def test_opening_it_leaves_the_process_as_it_was(kit: Kit, backend: Backend) -> None:
+    """The first opening changes no global state of torch, no signal handler and no working directory, and prints nothing."""
+    assert not kit.opening_changes, (
+        f"create_backend changes {', '.join(kit.opening_changes)} of {backend.label}: restore it before create_backend "
+        "returns, or use it only inside the calls that need it"
     )
 
 
@@ -133,6 +145,7 @@ def test_it_knows_its_versions(backend: Backend) -> None:
     """The versions are text by name, and include the version of torch."""
     versions = backend.versions()
     assert versions.get("torch"), f"versions() lacks torch: {dict(versions)}"
+    expect(dict(backend.versions()), dict(versions), "versions called twice")
     assert all(isinstance(key, str) and isinstance(value, str) for key, value in versions.items()), dict(versions)
 
 
@@ -159,6 +172,43 @@ def test_it_runs_where_it_says_so(info: BackendInfo) -> None:
     if not info.usable:
         not_applicable("the registry refuses a backend that says it can't run, so nothing here was opened")
     expect(info.reason, "", "the reason against a usable backend")
+    expect(info.advice, "", "the advice how to make a usable backend usable")
+
+
+@promise("BackendInfo.device_count", "Number of devices on this machine, each of which ``create_backend`` opens")
+def test_the_last_device_that_it_counts_can_be_opened(kit: Kit, backend: Backend) -> None:
+    """The number of devices is positive, and the last device opens."""
+    count = kit.info.device_count
+    if count is None:
+        not_applicable("the plugin doesn't count its devices")
+    assert count > kit.spec.ordinal, f"device_count is {count}, and {backend.label} is open"
+    if count - 1 != kit.spec.ordinal:
+        error = error_of(lambda: kit.registry.create(replace(kit.spec, ordinal=count - 1)).synchronize())
+        assert error is None, f"device_count is {count}, and device {count - 1} doesn't open: {error}"
+
+
+@promise("BackendInfo.options", "Options of the backend's name, each with its meaning. Outrider itself defines ``kernels``.")
+def test_the_options_and_variables_that_it_declares_can_be_set(kit: Kit) -> None:
+    """Each declared option has a name that can be typed and a meaning, and is not refused as an unknown option is.
+
+    Each declared environment variable has a name of letters, digits and underscores.
+    """
+
+    def answer(option: str) -> str:
+        try:
+            kit.registry.create(f"{kit.spec.name}:{option}=no-such-value")
+        except OutriderError as error:
+            return str(error).replace(option, "OPTION")
+        return "accepted"
+
+    unknown = answer("no_such_option_of_anybody")
+    for variable in (*kit.info.cache_variables, *kit.info.sanitizer_variables):
+        assert str(variable).isidentifier(), f"{variable!r} is no name of an environment variable"
+    for option, meaning in kit.info.options.items():
+        assert option.isidentifier(), f"option {option!r} can't be typed: use letters, digits and underscores"
+        assert option != KERNELS_OPTION, f"option {option!r} is declared, and Outrider answers it before the plugin sees it"
+        assert meaning.strip(), f"option {option!r} has no meaning: `outrider backends` shows it"
+        assert answer(option) != unknown, f"option {option!r} is declared, and create_backend refuses it as unknown"
 
 
 BUILDS_ON: Mapping[str, str] = MappingProxyType(
@@ -325,12 +375,17 @@ def test_an_ability_is_there_or_refused(backend: Backend, ability: str, use: Cal
     "Backend.translate_error", "Return the typed error for a device exception, or None if the exception isn't the device's."
 )
 def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> None:
-    """The backend passes an error of the caller and a typed error through unchanged."""
-    with pytest.raises(ValueError, match="of the caller") as caught, backend.guard("testing"):
-        raise ValueError("a mistake of the caller")
-    assert not isinstance(caught.value, OutriderError)
-    with pytest.raises(CapabilityError), backend.guard("testing"):
-        raise CapabilityError("typed already")
+    """Typed errors, torch's own errors and builtin exceptions of the caller pass a scope that translates errors unchanged."""
+
+    def fail(error: BaseException) -> None:
+        with backend.guard("testing"):
+            raise error
+
+    torchs = error_of(lambda: torch.ones(2) + torch.ones(3))
+    for error in (CapabilityError("typed already"), torchs or ValueError(), *builtin_exceptions()):
+        if not isinstance(error, MemoryError | NotImplementedError):  # these are the device's
+            found = error_of(partial(fail, error))
+            assert found is error, f"translate_error turns {error!r} into {found!r}: return None unless the device raised it"
 
 
 @promise("Backend.is_host", "Return True if the tensor is host memory from the view of this device.")

@@ -140,21 +140,6 @@ def test_streams_are_dropped_with_work_of_theirs_pending(lab: Lab) -> None:
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
-def test_a_copy_reads_a_value_that_is_repeated(lab: Lab) -> None:
-    """Copies on the device read an expanded row (stride 0) and a transposed view."""
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    with backend.on(stream):
-        source = torch.arange(24.0, device=backend.device).view(6, 4)
-        made = [torch.zeros(4, 4, device=backend.device), torch.zeros(4, 3, device=backend.device)]
-    backend.copy_async(made[0], source[1].expand(4, 4), stream=stream)
-    backend.copy_async(made[1], source[:3].t(), stream=stream)
-    stream.synchronize()
-    expect(made[0].cpu().tolist(), [[4.0, 5.0, 6.0, 7.0]] * 4, "a row that was repeated")
-    expect(made[1].cpu().tolist(), [[n, n + 4.0, n + 8.0] for n in (0.0, 1.0, 2.0, 3.0)], "a matrix that was turned round")
-
-
-@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
 @pytest.mark.parametrize("how", ["between each other", "behind each other"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype: torch.dtype, how: str) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 
 import pytest
@@ -22,6 +24,7 @@ from outrider.device import (
     StreamOrderError,
     SynchronousCopyError,
 )
+from outrider.registry.probing import changed_state, process_state
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.observer_log import ObserverLog, log_cache_write, logged
 from outrider_conformance.promises import needs, promise
@@ -31,6 +34,8 @@ from outrider_conformance.suite import test_l1_streams as streams
 from outrider_conformance.suite import test_l2_graphs as graphs
 from outrider_conformance.suite import test_l3_flags_and_parameters as parameters
 from outrider_conformance.suite.test_l0_plugin import BUILDS_ON
+from outrider_conformance.suite.test_l1_errors import WAITS
+from outrider_conformance.suite.test_l1_operators import VERBS
 
 
 @promise("Event.query", "Raises :class:`StreamOrderError` when the event was never recorded")
@@ -156,6 +161,31 @@ def test_an_observer_sees_every_verb(backend: Backend) -> None:
         *(("event synchronized", 2), ("stream synchronized", "b"), ("device synchronized",)),
     ]
     expect([entry for entry in log.entries if entry[0] in {w[0] for w in wanted}], wanted, "what the observer saw")
+
+
+@promise("Backend", "No method changes torch's global state")
+def test_no_verb_changes_global_state(lab: Lab) -> None:
+    """Torch's global state and the process's are the same after each verb, and inside a scope."""
+    torch.manual_seed(7919)  # a seed that no plugin sets
+    backend, states = lab.backend, [process_state()]
+    a, b, x, _ = lab.two_streams()
+    event, graph = lab.record(a), graphs.triple(lab, a)
+    pinned = backend.empty_pinned("p", tuple(x.shape), x.dtype).tensor
+
+    def enter() -> None:
+        with suppress(ValueError), backend.on(a):
+            states.append(process_state())
+            raise ValueError("of the test")
+
+    verbs: dict[str, Callable[[], object]] = {"Backend.create_stream or another verb that creates": partial(lab.streams, "s")}
+    verbs |= {name: partial(verb, lab, a, b, event) for name, verb in VERBS.items()}
+    verbs |= {name: partial(wait, backend, a, event) for name, wait in WAITS.items()}
+    verbs |= {"Backend.on": enter, "Backend.memory_info": backend.memory_info, "Graph.replay": partial(graph.replay, a)}
+    verbs |= {"Backend.copy_async": partial(backend.copy_async, x, pinned, stream=a)}
+    for name, verb in verbs.items():
+        verb()
+        changed = [part for after in (*states, process_state()) for part in changed_state(states[0], after)]
+        assert not changed, f"{name} changes {', '.join(dict.fromkeys(changed))}: restore it in the same call"
 
 
 @needs("reports_accesses")

@@ -84,7 +84,7 @@ def test_threads_work_at_once(lab: Lab, direction: str) -> None:
         for turn in range(_ROUNDS):
             value = float(100 * number + turn)
             if direction == "down":
-                lab.fill(stream, x, value)
+                (lab.fill if turn else lab.fill_late)(stream, x, value)
                 other.wait(lab.record(stream, "filled"))
                 backend.copy_async(pinned, x, stream=other)
                 other.synchronize()

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -21,17 +22,19 @@ from outrider.device import (
     CaptureError,
     DeviceError,
     DeviceFault,
+    Graph,
     Stream,
     StreamOrderError,
 )
-from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order
+from outrider_conformance.exceptions import builtin_exceptions, error_of
+from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 from outrider_conformance.suite.test_l1_errors import WAITS, fallible
 from outrider_conformance.suite.test_l2_graphs import triple
 
+_BUFFERS = 12
 _COPIES = ("cpu", "tolist")
-_UNCHANGED = "A :class:`DeviceError` passes through unchanged."
 
 
 class _MistakeError(Exception):
@@ -115,6 +118,63 @@ def test_a_failing_callable_leaves_no_trace(lab: Lab, after: int) -> None:
 
 
 @needs("captures_graphs")
+@promise("Backend.capture", "Raises :class:`CaptureError`, with the cause, when ``fn`` or the device fails")
+def test_an_exception_of_any_type_fails_the_capture(lab: Lab) -> None:
+    """Each builtin exception of a callable is the cause of a CaptureError, and a device error passes unchanged."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    for error in (DeviceFault("of the test"), *builtin_exceptions()):
+
+        def fn(_: CaptureContext, error: BaseException = error) -> None:
+            raise error
+
+        found = cause = error_of(partial(backend.capture, "raises", fn, stream=stream, inputs={}, outputs={}))
+        while cause is not None and cause is not error and not isinstance(error, DeviceFault):
+            cause = cause.__cause__
+        assert cause is error, f"a callable raised {error!r}, and its capture {found!r}: the graph would lack work"
+        assert backend.active_capture is None, f"a capture is still open after {error!r}"
+        expect(lab.read_tensor(stream, lab.full(stream, 1)), 1.0, f"work after {error!r} in a capture")
+    _still_works(lab, backend)
+
+
+@promise("Graph", "Captured work, bound to the addresses of its inputs and outputs.")
+@pytest.mark.parametrize("made", ["here", "on another thread"])
+@in_every_order(schedules=4)
+def test_a_replay_reads_and_writes_every_buffer(lab: Lab, made: str) -> None:
+    """A graph copies each of a dozen inputs, of several dtypes and partly strided views, to an output of its own. It gets
+    its scalars unchanged. The capture may be a new thread's.
+    """
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    dtypes = [*sorted(backend.capabilities.dtypes, key=str), torch.int64, torch.int32, torch.uint8, torch.bool]
+
+    def buffers(strided: int) -> dict[str, Tensor]:
+        wholes = [lab.full(stream, 0, dtype=dtypes[n % len(dtypes)], width=2 * WIDTH) for n in range(_BUFFERS)]
+        return {f"b{n}": whole[1::2] if n % 3 == strided else whole[WIDTH:] for n, whole in enumerate(wholes)}
+
+    inputs, outputs = buffers(0), buffers(1)
+    scalars: dict[str, bool | int | float] = {"flag": True, "small": 0.1, "large": (1 << 40) + 1}
+    graphs: list[Graph] = []
+
+    def fn(context: CaptureContext) -> None:
+        expect({**context.scalars}, scalars, "the scalars of a capture")
+        for name in inputs:
+            context.outputs[name].copy_(context.inputs[name])
+
+    def capture() -> None:
+        graphs.append(backend.capture("copies", fn, stream=stream, inputs=inputs, outputs=outputs, scalars=scalars))
+
+    capture() if made == "here" or backend.control is not None else call_on_new_thread(capture)
+    for turn in (1, 2, 3):
+        for number, tensor in enumerate(inputs.values()):
+            lab.fill(stream, tensor, (number + turn) % 2 if tensor.dtype == torch.bool else number + 20 * turn)
+        graphs[0].replay(stream)
+        stream.synchronize()
+        for name in inputs:
+            expect(lab.current_values(outputs[name]), lab.current_values(inputs[name]), f"output {name} of replay {turn}")
+
+
+@needs("captures_graphs")
 @promise("CaptureError", "Streams, pools and the ambient stream are as they were before it.")
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "failed"])
 @in_every_order(schedules=8)
@@ -138,24 +198,6 @@ def test_the_scope_around_a_capture_is_restored(lab: Lab, fails: bool) -> None:
             assert fails, "the capture failed"
         y.copy_(x)
     expect(lab.read_tensor(scope, y), 1.0, "work in the scope, after the capture")
-
-
-@needs("captures_graphs")
-@promise("Backend.capture", _UNCHANGED)
-def test_a_device_error_passes_unchanged(lab: Lab) -> None:
-    """A typed device error from inside a capture is not turned into a capture error."""
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    y = lab.full(stream, 0)
-    fault = DeviceFault("of the test")
-
-    def fn(context: CaptureContext) -> None:
-        raise fault
-
-    with pytest.raises(DeviceFault) as caught:
-        backend.capture("faults", fn, stream=stream, inputs={}, outputs={"y": y})
-    assert caught.value is fault
-    _still_works(lab, backend)
 
 
 @needs("captures_graphs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,8 @@ from outrider_conformance.promises import needs, promise
 _OPERATIONS = 700
 """A third of the number of operations of a long graph: more than pages and queues of 256, 512, 1024 or 2048 entries hold."""
 _MODULUS = 65_521
+_REPLAY_S = 0.005
+"""Seconds in which a replay without a delay ends, where the device has a clock."""
 
 
 def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | None = None, *, slow: bool = False) -> Graph:
@@ -65,7 +68,7 @@ def test_a_graph_holds_thousands_of_operations(lab: Lab) -> None:
 
     def fn(context: CaptureContext) -> None:
         for number in range(_OPERATIONS):
-            context.outputs["x"].mul_(2).add_(number).remainder_(_MODULUS)
+            context.outputs["x"].mul_(2).remainder_(_MODULUS).add_(number)
 
     graph = lab.backend.capture("long", fn, stream=stream, inputs={}, outputs={"x": x})
     lab.fill(stream, x, 1)  # a warm-up may have run it
@@ -73,7 +76,7 @@ def test_a_graph_holds_thousands_of_operations(lab: Lab) -> None:
     for turn in (1, 2):
         graph.replay(stream)
         for number in range(_OPERATIONS):
-            value = (2 * value + number) % _MODULUS
+            value = 2 * value % _MODULUS + number
         expect(lab.read_tensor(stream, x), float(value), f"{3 * _OPERATIONS} operations after replay {turn}")
 
 
@@ -108,14 +111,17 @@ def _scale(context: CaptureContext) -> None:
 @promise("Graph.replay", "Enqueue the captured work on ``stream``")
 @in_every_order()
 def test_a_replay_goes_to_the_stream_that_is_named(lab: Lab) -> None:
-    """A replay on another stream than the captured one obeys that stream's waits, and its records cover the replay."""
+    """A replay on another stream than the captured one, in whose scope it is called, obeys that stream's waits, and its
+    records cover the replay.
+    """
     captured, producer, stream, consumer = lab.streams("captured", "producer", "stream", "consumer")
     graph = triple(lab, captured)
     captured.synchronize()
     z = lab.full(consumer, 0)
     lab.fill_late(producer, graph.inputs["x"], 2)
     stream.wait(lab.record(producer, "written"))
-    graph.replay(stream)
+    with lab.backend.on(captured):
+        graph.replay(stream)
     consumer.wait(lab.record(stream, "replayed"))
     lab.expect_read(consumer, z, graph.outputs["y"], 7.0, "the output, read after a record of the stream that replayed")
 
@@ -269,6 +275,19 @@ def test_other_streams_may_be_busy_during_a_capture(lab: Lab) -> None:
     graph.replay(stream)
     lab.backend.synchronize()
     expect(lab.current_values(z), 6.0, "what a replay must not repeat: the job that ran during the capture")
+
+
+@needs("asynchronous", "captures_graphs", "perturbs_timing")
+@promise("Backend.delay", "Captured, it does so at each replay of the graph.")
+@in_some_order("a stream was always idle after a replay of a graph with a delay: the capture doesn't hold the delay")
+def test_a_captured_delay_is_replayed(lab: Lab) -> bool:
+    """A replay of a graph with a delay keeps its stream busy."""
+    (stream,) = lab.streams("s")
+    graph = triple(lab, stream, slow=True)
+    stream.synchronize()
+    graph.replay(stream)
+    time.sleep(_REPLAY_S)
+    return not stream.query()
 
 
 @needs("captures_graphs", "forks_in_capture")

@@ -14,7 +14,7 @@ from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 
 _MANY = 32
-_SEVERAL = 7
+_SEVERAL = 20
 _ROUNDS = 3
 """Rounds of one flag. The wait of a round checks the reset of the round before: two rounds would leave the second reset,
 and so any reset after the first one, unchecked.
@@ -42,13 +42,14 @@ def test_a_wait_may_precede_its_set(lab: Lab) -> None:
 )
 @in_every_order()
 def test_a_wait_after_the_set_passes(lab: Lab) -> None:
-    """Several waits pass one set, also a wait after the others have passed."""
+    """Several waits pass one set, also a wait after the others have passed. The set is called in another stream's scope."""
     a, b, c = lab.streams("a", "b", "c")
     x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(c, 0)
     last = lab.full(a, 0)
     flag = lab.backend.create_flag("f")
     lab.fill_late(a, x, 1)
-    flag.set(a)
+    with lab.backend.on(c):
+        flag.set(a)
     for stream, tensor in ((b, y), (c, z)):
         flag.wait(stream)
         lab.copy(stream, tensor, x)
@@ -128,9 +129,9 @@ def test_two_flags_are_two(lab: Lab) -> None:
 
 @needs("flags")
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
-@in_every_order()
+@in_every_order(schedules=4)
 def test_each_of_several_flags_is_its_own(lab: Lab) -> None:
-    """Seven streams wait for one flag each; each set, after its own write, releases one stream."""
+    """Twenty streams wait for one flag each; each set, after its own write, releases one stream."""
     backend = lab.backend
     setter, *waiters = lab.streams("setter", *(f"waiter {n}" for n in range(_SEVERAL)))
     x, passed = lab.full(setter, -1), backend.create_event("passed")
