@@ -146,7 +146,7 @@ def test_who_has_pages_already_does_not_wait_behind_who_has_none():
     """Its pages are what the others wait for."""
     made = hand_made(pages=5)
     large, has_pages = (Request(i, (1,) * n, SamplingParams(max_tokens=2), frozenset()) for i, n in enumerate((15, 6)))
-    assert made.reserve(has_pages)
+    assert made.reserve(has_pages, needs_row=False)
     made.add(large)
     made.add(has_pages)
     assert made.next_batch().admitted == (has_pages,)

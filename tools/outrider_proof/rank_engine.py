@@ -311,8 +311,8 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
         runner = step.step.runner
         smallest = runner.bucket
 
-        def larger(count: int, drafted: int, features: Any) -> int:
-            size: int = smallest(count, drafted, features)
+        def larger(count: int, kind: Any) -> int:
+            size: int = smallest(count, kind)
             return next((other for other in runner.buckets if other > size), size)
 
         runner.bucket = larger

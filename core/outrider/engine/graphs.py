@@ -217,14 +217,14 @@ class GraphRunner(Runner):
         del max_kv
         features = next(kind for _, _, kind in self._sizes if kind.covers(features))
         width = None if verified is None else self._smallest_width(count, drafted, verified)
-        bucket = self._bucket(count, (drafted, width, features))
+        bucket = self.bucket(count, (drafted, width, features))
         padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
         packed = None if width is None else width * bucket
         return DecodeBatch(
             count, bucket, drafted, features, self._capacity, captured=True, seq_lens_host=padded, packed=packed
         )
 
-    def _bucket(self, count: int, kind: GraphKind) -> int:
+    def bucket(self, count: int, kind: GraphKind) -> int:
         """Return the smallest captured batch size that holds ``count`` requests."""
         return next(size for size in self._sizes[kind] if size >= count)
 
@@ -233,7 +233,7 @@ class GraphRunner(Runner):
         for each padding request.
         """
         for width in self._widths:
-            bucket = self._bucket(count, (drafted, width, Features()))
+            bucket = self.bucket(count, (drafted, width, Features()))
             if verified + bucket - count <= width * bucket:
                 return width
         raise ConfigError(
