@@ -97,8 +97,11 @@ def bundle(request):
 
 
 def engine_with(bundle, kernels, *, tree=False, draft_tokens=2, **fields):
-    target = Decoder(bundle.target.config, bundle.target.weights, kernels)
-    head = EagleHead(bundle.head.config, bundle.head.weights, target)
+    loading = bundle.backend.create_stream("load")
+    with bundle.backend.on(loading):  # another test's backend may have been created since
+        target = Decoder(bundle.target.config, bundle.target.weights, kernels)
+        head = EagleHead(bundle.head.config, bundle.head.weights, target)
+    loading.synchronize()
     proposer = (
         EagleTreeProposer(head, DynamicTree(topk=2, depth=2)) if tree else EagleProposer(head, draft_tokens=draft_tokens)
     )
