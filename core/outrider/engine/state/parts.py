@@ -89,6 +89,7 @@ class EngineParts:
             kernels=kernels,
             page_size=page_size,
             rope=model.config.rope,
+            draft_lengths=bool(widths),
         )
         self.transfer = StateTransfer(
             backend,

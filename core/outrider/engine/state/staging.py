@@ -166,7 +166,8 @@ class Staging:
         return self._device[:count]
 
     def draft_lengths(self, count: int) -> Tensor:
-        """Return the draft lengths of the first ``count`` decoding requests, int64 [count]; they follow the rows.
+        """Return the draft lengths of the first ``count`` decoding requests, int64 [count]; they follow the rows, if requests
+        can have different ones.
 
         The address never changes.
         """
@@ -232,16 +233,18 @@ def pack(
     table_width: int,
     max_requests: int,
     rope: RopeConfig,
+    draft_lengths: bool,
     bucket: PrefillBucket | None = None,
 ) -> Packer:
     """Pack the inputs of a batch for the device.
 
-    The rows of decoding requests come first, padded with row 0 to ``max_requests``, then their draft lengths. Prefill chunks
-    follow, padded to ``bucket``. Segments that a graph reads so have constant addresses.
+    The rows of decoding requests come first, padded with row 0 to ``max_requests``, then with ``draft_lengths`` their draft
+    lengths. Prefill chunks follow, padded to ``bucket``. Segments that a graph reads so have constant addresses.
     """
     packer = Packer()
     packer.add("decode_rows", [*(r.row for r in batch.decode), *[0] * (max_requests - len(batch.decode))])
-    packer.add("draft_lengths", [*batch.draft_lengths, *[0] * (max_requests - len(batch.draft_lengths))])
+    if draft_lengths:
+        packer.add("draft_lengths", [*batch.draft_lengths, *[0] * (max_requests - len(batch.draft_lengths))])
     _pack_prefill(packer, batch, page_size, rope, bucket)
     packer.add("admitted", [r.row for r in batch.admitted])
     packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
@@ -379,7 +382,9 @@ class InputUpload:
         kernels: KernelSet,
         page_size: int,
         rope: RopeConfig,
+        draft_lengths: bool,
     ) -> None:
+        """``draft_lengths``: each request can have a draft length of its own."""
         self._staging = staging
         self._rows = rows
         self._options = options
@@ -388,6 +393,7 @@ class InputUpload:
         self._kernels = kernels
         self._page_size = page_size
         self._rope = rope
+        self._draft_lengths = draft_lengths
 
     def pack(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
         """Pack the inputs of ``batch`` on the host, with prefill chunks padded to ``bucket``.
@@ -411,6 +417,7 @@ class InputUpload:
             table_width=self._rows.tables.shape[1],
             max_requests=self._staging.max_requests,
             rope=self._rope,
+            draft_lengths=self._draft_lengths,
             bucket=bucket,
         )
         self._options.pack(batch.admitted, packer)
