@@ -125,8 +125,9 @@ def _limit_length(parsed: Any, least: int, most: int | None) -> list[Any] | None
             return None
     lacking = least - width(items)[0]
     for n, (low, high, inner) in repeats.items():
-        more = min(high - low, -(min(0, -lacking) // max(1, widths[n][0]))) if widths[n][0] else 0
-        lacking -= more * widths[n][0]
+        shortest = widths[n][0]
+        more = min(high - low, -(-max(0, lacking) // shortest)) if shortest else 0
+        lacking -= more * shortest
         items[n] = items[n][0], (low + more, high, inner)
     return items if lacking <= 0 else None
 
