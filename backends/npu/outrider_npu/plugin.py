@@ -154,7 +154,8 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
         raise ConfigError(f"backend 'npu' takes no options, got {sorted(options)}")
     obstacle = find_obstacle()
     if obstacle is not None:
-        raise BackendLoadError(f"backend 'npu' can't run here: {obstacle[0]}; {obstacle[1]}")
+        reason, advice = obstacle
+        raise BackendLoadError(f"backend 'npu' can't run here: {reason}; {advice}")
     load_torch_npu()
     from outrider_npu.backend import NpuBackend
 
