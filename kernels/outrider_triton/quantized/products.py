@@ -305,7 +305,7 @@ class QuantizedProducts:
         """Compile the rotation of this weight's product for any number of tokens: streamed products, and sums of parts."""
         cos, sin, k_cache, v_cache, slots = rotary
         sample, sample_rotary, (n, k) = residual[:4], (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), weight.shape
-        for split in {tiling.split for tiling in self.every_config(residual, weight, product_plan)}:
+        for split in self._every_split(residual, weight, product_plan):
             shape = sample.shape[0], n
             product = sample.new_empty((split, *shape), dtype=torch.float32) if split > 1 else sample.new_empty(shape)
             with compile_only():
@@ -505,6 +505,12 @@ class QuantizedProducts:
         found = (self._tiles.every_derived(operator, n=n, k=k, stored=stored) for operator in ("linear_parts", "linear"))
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
+    def _every_split(self, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> set[int]:
+        """Return every number of parts of this weight's product, over all numbers of tokens. The library's is whole."""
+        splits = {each.split for each in self.every_config(like, weight, product_plan)}
+        takes_rows = has_dynamic_activations(weight) and _library_takes_stored(like, weight, product_plan)
+        return splits | {1} if takes_rows else splits
+
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
         """Compile SwiGLU with each row layout that the following product may take, or with its quantisation."""
         if added.gated and has_dynamic_activations(added.weight):
@@ -535,7 +541,7 @@ class QuantizedProducts:
         """Compile the norm with every number of parts of the first product and every row layout of the products."""
         self._compile_activation(added, first)
         layouts = {row_layout(each) if second.planes else 0 for each in self.every_config(residual, weight, second)} or {0}
-        splits = {each.split for each in self.every_config(residual, added.weight, first)} | {1}  # the library's is whole
+        splits = self._every_split(residual, added.weight, first)
         for split, layout in itertools.product(splits, layouts):
             sample = residual[:4].clone()
             parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
@@ -621,7 +627,7 @@ class QuantizedProducts:
         weight_key = norm.dtype, weight.shape, weight.label, added.bias is None
         if self._scope.must_compile(("linear_quantized_add_rms_norm", residual.dtype, *weight_key)):
             self._compile_activation(added, product_plan)
-            for split in {each.split for each in self.every_config(residual, weight, product_plan)} | {1}:
+            for split in self._every_split(residual, weight, product_plan):
                 sample = residual[:4].clone()
                 parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
                 with compile_only():
