@@ -57,9 +57,8 @@ class Subject:
     extra: int = 0
     """Maximum number of tokens that an image adds to a prompt."""
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019  (four models at most: explorers of one device share their weights)
     def load(self, backend: Backend) -> tuple[Decoder, VisionTower | None]:
-        """Load the decoder, and the vision tower if requests have images, on a backend; the newest four are cached."""
+        """Load the decoder, and the vision tower if requests have images, on a backend."""
         import torch
 
         from outrider.model import load_decoder, load_vision
