@@ -7,6 +7,7 @@ from tests.engine.conftest import Tiny, replayed_prefill
 
 from outrider import Engine, SamplingParams
 from outrider.device import MemoryInfo
+from outrider.engine import prefill
 from outrider.engine.config import EngineConfig
 from outrider.engine.prefill import Prefill, PrefillGraphs, token_buckets
 from outrider.engine.requests.batch import Batch, PrefillChunk
@@ -38,13 +39,14 @@ def prompts_of(tiny_tokens):
 def noted_replays(monkeypatch):
     """Buckets of the chunks that are replayed, with the number of their sequences."""
     found = []
-    replay = PrefillGraphs.replay
+    launch = Prefill.launch
 
-    def noted(graphs, batch, bucket):
-        found.append((bucket.tokens, len(batch.prefill)))
-        replay(graphs, batch, bucket)
+    def noted(prefill, batch, packer, bucket):
+        if bucket is not None:
+            found.append((bucket, len(batch.prefill)))
+        return launch(prefill, batch, packer, bucket)
 
-    monkeypatch.setattr(PrefillGraphs, "replay", noted)
+    monkeypatch.setattr(Prefill, "launch", noted)
     return found
 
 
@@ -59,13 +61,17 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
         called = bundle.engine(speculate=speculate, **SIZES, **MODES[mode])
     wanted = [done.token_ids for done in called.generate([*prompts, prompts[3]], [*params, params[0]])]
     found = noted_replays(monkeypatch)
+    monkeypatch.setattr(prefill, "LEAST_WITHOUT_CONTEXT", 40)
     with watch(bundle.backend) as report:  # what is captured before isn't seen in replays
         with replayed_prefill(40):
             engine = bundle.engine(speculate=speculate, **SIZES, **MODES[mode])
         assert engine.captured_prefill.buckets == (16, 40)
         assert [done.token_ids for done in engine.generate([*prompts, prompts[3]], [*params, params[0]])] == wanted
     assert not report.findings
-    assert {size for size, _ in found} == {16, 40}
+    assert {bucket.tokens: {each.has_context for each, _ in found if each.tokens == bucket.tokens} for bucket, _ in found} == {
+        16: {True},
+        40: {True, False},
+    }
     assert max(count for _, count in found) > 2
 
 
@@ -115,12 +121,13 @@ def test_what_only_calls_serve_is_called(bundle, tiny_tokens, monkeypatch):
         engine.generate(prompts, [SamplingParams(max_tokens=2), params, SamplingParams(max_tokens=2)])
     assert found == []
     engine.generate(prompts[:1], SamplingParams(max_tokens=2, temperature=0.5))
-    assert found == [(16, 1)]
+    assert [(bucket.tokens, count) for bucket, count in found] == [(16, 1)]
 
 
 def test_nobody_is_padded_by_much():
     assert token_buckets(2048)[:4] == (16, 64, 128, 256)
     assert token_buckets(2048)[-2:] == (1792, 2048)
+    assert token_buckets(3000)[-3:] == (2048, 2560, 3000)
     assert [token_buckets(most) for most in (9, 16, 64)] == [(9,), (16,), (16, 64)]
     assert {512, 1024} < set(token_buckets(2048))
 
@@ -128,14 +135,14 @@ def test_nobody_is_padded_by_much():
 def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
     with replayed_prefill(40):
         engine = tiny64.engine(mode="fused", **SIZES)
-    prefill, requests = engine._step.prefill, []
+    chunked, requests = engine._step.prefill, []
     for length in (15, 16, 17):
         engine.add_request([1] * length, SamplingParams(max_tokens=1))
         requests.append(list(engine._requests.values())[-1])
     chunks = [PrefillChunk(request, 0, len(request.context)) for request in requests]
 
     def bucket(*which):
-        found = prefill.bucket(Batch(tuple(which), (), (), ()))
+        found = chunked.bucket(Batch(tuple(which), (), (), ()))
         return None if found is None else found.tokens
 
     assert bucket() is None
@@ -145,9 +152,9 @@ def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
 
 
 def test_a_shape_is_rehearsed_once(monkeypatch):
-    """On a device that runs a callable before it captures it: each size, and each way to choose tokens."""
+    """On a device that runs a callable before it captures it: each size, and chunks without context."""
     backend, found = get_backend("sim"), {"rehearsed": [], "captured": []}
-    capture, prefill = backend._capture, Prefill.enqueue_chunks
+    capture, enqueue = backend._capture, Prefill.enqueue_chunks
 
     def rehearsed(name, fn, context, stream, pool):
         with backend.on(stream), backend.rehearsing(context, stream):
@@ -157,15 +164,16 @@ def test_a_shape_is_rehearsed_once(monkeypatch):
     def noted(self, inputs, features, *rest):
         if backend.active_capture is not None:
             which = "rehearsed" if backend.active_capture.rehearsal else "captured"
-            found[which].append((inputs.tokens.shape[0], features.sampling))
-        prefill(self, inputs, features, *rest)
+            found[which].append((inputs.tokens.shape[0], inputs.host_context is None))
+        enqueue(self, inputs, features, *rest)
 
     monkeypatch.setattr(backend, "_capture", rehearsed)
     monkeypatch.setattr(Prefill, "enqueue_chunks", noted)
+    monkeypatch.setattr(prefill, "LEAST_WITHOUT_CONTEXT", 64)
     with replayed_prefill(80):
         Tiny(backend).engine(mode="fused", **SIZES | {"prefill_chunk": 80})
-    assert found["captured"] == [(size, sampling) for size in (80, 64, 16) for sampling in (False, True)]
-    assert found["rehearsed"] == [(80, False), (80, True), (64, False), (16, False)]
+    assert found["captured"] == [(80, True), (80, False), (64, True), (64, False), (16, True)]
+    assert found["rehearsed"] == [(80, True), (80, False), (64, True), (16, True)]
 
 
 @pytest.mark.parametrize("limited", [False, True])

@@ -110,11 +110,41 @@ def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch, device):
     attention.measure(given)  # known: nothing is timed
 
 
-def test_what_a_graph_replays_isnt_copied():
+def test_context_of_a_graph_isnt_copied():
     """How much there is to copy isn't known then."""
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
     assert {each.name for each in attention._candidates(operands())} >= {"pages", "copy"}
     assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
+
+
+def test_chunks_of_a_graph_are_copied_if_they_have_no_context(monkeypatch, device):
+    """By the bounds of the graph, also for FlashAttention 3. Padding gets zeros, which the library leaves unwritten."""
+    q, *caches, metadata = batch(4, 2, 64, new=(3, 40, 0, 1), context=(0, 0, 0, 0))
+    tokens = int(metadata.query_start[-1])
+
+    def flash3(q, keys, values, *, out, cu_seqlens_q, cu_seqlens_k, seqused_k, **bounds):
+        assert (bounds["max_seqlen_q"], bounds["max_seqlen_k"], len(q), q.is_contiguous()) == (65, 65, 65, True)
+        for start, end, first, length in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, seqused_k, strict=False):
+            own = slice(first, first + length)
+            out[start:end] = attention_of_a_library(q[start:end], keys[own], values[own], bounds["softmax_scale"])[0]
+        return out, None
+
+    monkeypatch.setattr(prefill_attention, "find_spec", lambda name: name == "fa3_fwd" or None)
+    monkeypatch.setattr(prefill_attention, "_flash3", lambda: flash3)
+    attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
+    placed = {name: getattr(metadata, name).to(device) for name in ("query_start", "seq_lens", "block_table")}
+    bounds = replace(metadata, **placed, max_query=65, max_kv=65, host_context=(0,) * 4)
+    wanted = REFERENCE.paged_attention(*(x.double() for x in (q, *caches)), metadata, scale=0.3)[:tokens]
+    # Triton's interpreter computes in float16 alone, and the library in bfloat16.
+    for dtype, names in ((torch.float16, ["pages", "copy"]), (torch.bfloat16, ["fa3-fwd"])):
+        call = prefill_attention.PrefillOperands(*(x.to(device, dtype) for x in (q, *caches)), bounds, 0.3, 0)
+        assert call.copied_rows == operators.copied_rows(65, 4)
+        found = [each for each in attention._candidates(call) if each.name in names]
+        assert [each.name for each in found] == names
+        for candidate in found:
+            attended = candidate.attend(call).double().cpu()
+            assert not attended[tokens:].any()
+            torch.testing.assert_close(attended[:tokens], wanted, rtol=0.03, atol=0.03)
 
 
 def test_the_hosts_time_to_launch_is_not_measured():

@@ -61,7 +61,7 @@ class Prefill:
         Returns the chunks that :meth:`extend` must pass to the draft; None if a replayed graph included the draft's pass.
         """
         if bucket is not None and self.graphs is not None:
-            self.graphs.replay(batch, bucket)
+            self.graphs.replay(bucket)
             return None
         requests = tuple(chunk.request for chunk in batch.prefill)
         features = Features.from_requests(requests)
@@ -219,9 +219,13 @@ class Prefill:
         raise RequestFailed(chunk.request, error) from error
 
 
-MAX_GRAPH_TOKENS = 2048
+MAX_GRAPH_TOKENS = 6144
 """Maximum number of tokens of prompt chunks that are replayed from a graph. For more tokens the device takes longer than the
-host needs to launch the kernels.
+host needs to launch the kernels: a host that was idle just before takes some 2 ms a layer.
+"""
+LEAST_WITHOUT_CONTEXT = 1024
+"""Minimum number of tokens from which a second graph serves chunks at the begin of their prompts. Attention may then copy
+the keys and values of the chunks to contiguous memory.
 """
 MOST_SEQUENCES = 16
 
@@ -238,7 +242,7 @@ def token_buckets(most: int) -> tuple[int, ...]:
     """Return ascending bucket sizes up to ``most``: few small ones, for which reading the weights determines the time, then
     steps that waste little on padding.
     """
-    sizes = (16, 64, *range(128, 1024, 128), *range(1024, most, 256))
+    sizes = (16, 64, *range(128, 1024, 128), *range(1024, 2048, 256), *range(2048, most, 512))
     return (*(size for size in sizes if size < most), most)
 
 
@@ -256,13 +260,14 @@ class PrefillGraphs:
         self._capacity = parts.capacity
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
         self.buckets = token_buckets(tokens)
-        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._graphs: dict[PrefillBucket, Graph] = {}
         self._pool = backend.create_graph_pool("prefill")
         measured = measure_captures(backend)
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for size in reversed(self.buckets):
-            for sampling in (False, True):
-                self._graphs[size, sampling] = self._capture(size, sampling)
+            for has_context in (True, False) if size >= LEAST_WITHOUT_CONTEXT else (True,):
+                bucket = PrefillBucket(size, self.sequences, has_context)
+                self._graphs[bucket] = self._capture(bucket)
         self.report = CaptureReport(len(self._graphs), self.buckets, *measured())
 
     def bucket(self, batch: Batch) -> PrefillBucket | None:
@@ -274,31 +279,33 @@ class PrefillGraphs:
         features = Features.from_requests(tuple(chunk.request for chunk in chunks))
         if not Features(sampling=True).covers(features) or any(chunk.request.media is not None for chunk in chunks):
             return None
-        return PrefillBucket(next(size for size in self.buckets if size >= tokens), self.sequences)
+        size = next(size for size in self.buckets if size >= tokens)
+        has_context = size < LEAST_WITHOUT_CONTEXT or any(chunk.start > 0 for chunk in chunks)
+        return PrefillBucket(size, self.sequences, has_context)
 
-    def replay(self, batch: Batch, bucket: PrefillBucket) -> None:
-        """Replay the chunks of ``batch``, which were staged for ``bucket``, for the target and the draft."""
-        sampling = Features.from_requests(tuple(chunk.request for chunk in batch.prefill)).sampling
-        self._graphs[bucket.tokens, sampling].replay(self._forward)
+    def replay(self, bucket: PrefillBucket) -> None:
+        """Replay the chunks, which were staged for ``bucket``, for the target and the draft."""
+        self._graphs[bucket].replay(self._forward)
 
-    def _capture(self, size: int, sampling: bool) -> Graph:
-        bucket = PrefillBucket(size, self.sequences)
+    def _capture(self, bucket: PrefillBucket) -> Graph:
+        """Capture the chunks of ``bucket`` with features that also serve greedy requests."""
         with self._backend.on(self._forward):
             segments = self._input_upload.stage_padding(bucket)  # warm-up and capture read the current contents
 
-        # Products have the shapes of the other graph of this size; choices don't depend on the size.
-        known = any(each == size for each, _ in self._graphs) and any(each == sampling for _, each in self._graphs)
+        # Products have the shapes of the other graph of this size; the kernels of attention don't depend on the size.
+        known = any(each.tokens == bucket.tokens for each in self._graphs)
+        known = known and any(each.has_context == bucket.has_context for each in self._graphs)
 
         def run(context: CaptureContext) -> None:
             del context
             capture = self._backend.active_capture
             if known and capture is not None and capture.rehearsal:
                 return
-            inputs = prefill_inputs((), self._staging, segments, most=self._capacity)
-            self._prefill.enqueue_chunks(inputs, Features(sampling=sampling))
+            inputs = prefill_inputs((), self._staging, segments, most=self._capacity, has_context=bucket.has_context)
+            self._prefill.enqueue_chunks(inputs, Features(sampling=True))
 
         return self._backend.capture(
-            f"prefill[{size}, {'sampling' if sampling else 'greedy'}]",
+            f"prefill[{bucket.tokens}{'' if bucket.has_context else ', without context'}]",
             run,
             stream=self._forward,
             inputs={"staged": self._staging.view((0, max(end for _, end in segments.values())))},

@@ -28,7 +28,7 @@ from outrider_triton.tiles.store.choices import PromptStore
 _TRITON = torch.ops.outrider
 MIN_PREFILL_QUERY = 64
 """Minimum number of new tokens of a sequence that counts as prefill."""
-_MEASURED_LENGTHS = (128, 512, 2048, 8192)
+_MEASURED_LENGTHS = (128, 512, 2048, 4096, 8192)
 _MAX_BUSY_CALLS = 16
 _MIN_COPIED_QUERY = 1024
 _MAX_COPY_BYTES = 1 << 29
@@ -56,13 +56,23 @@ class PrefillOperands:
         """Copy the keys and values of the context to contiguous memory with heads of ``width`` elements. Return keys, values,
         and the first row of each sequence.
         """
-        metadata = self.metadata
-        batch = metadata.seq_lens.shape[0]
-        rows = operators.copied_rows(batch * metadata.max_kv, batch)
-        max_kv, dtype = metadata.max_kv, self.q.dtype
+        metadata, rows, dtype = self.metadata, self.copied_rows, self.q.dtype
         return _TRITON.copy_context.triton(  # type: ignore[no-any-return]
-            self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, max_kv, width, dtype, pdl
+            self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, metadata.max_kv, width, dtype, pdl
         )
+
+    @property
+    def has_no_context(self) -> bool:
+        """True if the host knows that the batch's new tokens are all of its tokens."""
+        context = self.metadata.host_context
+        return context is not None and not any(context)
+
+    @property
+    def copied_rows(self) -> int:
+        """Maximum number of rows of :meth:`copied`."""
+        metadata, batch = self.metadata, self.metadata.seq_lens.shape[0]
+        cached = batch * metadata.max_kv
+        return operators.copied_rows(min(cached, self.q.shape[0]) if self.has_no_context else cached, batch)
 
     def second_half(self) -> PrefillOperands:
         """Return a prefill of the second half of a single sequence's new tokens; the first half is cached context."""
@@ -97,7 +107,7 @@ class PrefillAttentionCandidate:
     name: str
     attend: Callable[[PrefillOperands], Tensor]
     copies: bool = True
-    """True if the candidate reads a contiguous copy of the context, so that the host must know the number of rows to copy."""
+    """True if the candidate reads a contiguous copy of the context, so that the host must bound the number of rows to copy."""
     alone: bool = False
     """True if the candidate serves only some batches, so that others need a second candidate."""
 
@@ -272,8 +282,8 @@ class PromptAttention:
         found = [PrefillAttentionCandidate("pages", self._by_pages, copies=False)]
         kv_heads, size = prompts.k_cache.shape[2:]
         width = max(power_of_two(size), 16)
-        copied = 4 * operators.copied_rows(metadata.seq_lens.shape[0] * metadata.max_kv, metadata.seq_lens.shape[0])
-        if metadata.host_query_start is None or copied * kv_heads * width > _MAX_COPY_BYTES:
+        in_graph = metadata.host_query_start is None
+        if (in_graph and not prompts.has_no_context) or 4 * prompts.copied_rows * kv_heads * width > _MAX_COPY_BYTES:
             return tuple(found)
         generation = facts.capability // 10
         if facts.descriptors:
@@ -283,7 +293,8 @@ class PromptAttention:
             flash3_supported = generation in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
             if flash3_supported and find_spec("fa3_fwd") is not None:
                 found.append(PrefillAttentionCandidate("fa3-fwd", self._by_flash3))
-            found.append(PrefillAttentionCandidate("torch's FlashAttention 2", self._by_flash2))
+            if not in_graph:
+                found.append(PrefillAttentionCandidate("torch's FlashAttention 2", self._by_flash2))
             if _are_long_prompts(metadata, has_context=_key(prompts) in self._merged):
                 found.append(PrefillAttentionCandidate("torch's cuDNN", self._by_cudnn, alone=True))
         return tuple(found)
@@ -328,6 +339,7 @@ class PromptAttention:
             prompts.q,
             keys,
             values,
+            out=torch.zeros_like(prompts.q) if metadata.host_query_start is None else None,
             cu_seqlens_q=metadata.query_start,
             cu_seqlens_k=start,
             seqused_k=metadata.seq_lens,

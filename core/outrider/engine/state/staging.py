@@ -56,7 +56,9 @@ class PrefillInputs:
     the bounds.
     """
     host_context: tuple[int, ...] | None
-    """The number of cached tokens of each sequence before its first token, as host integers; None for a captured graph."""
+    """The number of cached tokens of each sequence before its first token, as host integers; None for a captured graph whose
+    chunks may have context.
+    """
     max_query: int
     """Upper bound of the tokens of one sequence."""
     max_kv: int
@@ -75,6 +77,8 @@ class PrefillBucket:
 
     tokens: int
     sequences: int
+    has_context: bool = True
+    """False if no chunk has cached tokens before it."""
 
 
 Staged = Callable[[str], Tensor]
@@ -321,33 +325,38 @@ def _rope_axis_positions(chunk: PrefillChunk, axis: int) -> Sequence[int]:
 
 
 def prefill_inputs(
-    chunks: Sequence[PrefillChunk], staging: Staging, segments: Mapping[str, tuple[int, int]], *, most: int | None = None
+    chunks: Sequence[PrefillChunk], staging: Staging, segments: Mapping[str, tuple[int, int]], *, most: int | None = None, has_context: bool = True
 ) -> PrefillInputs:
     """Return views of the staged prefill; casts run on the current stream.
 
     ``most``: the maximum KV length of a sequence, for a captured graph, which later serves other chunks. None: no graph.
+    ``has_context``: chunks of this graph may have cached tokens before them.
     """
 
     def staged(name: str) -> Tensor:
         return staging.view(segments[name])
 
-    tokens, positions = staged("tokens"), staged("positions")
+    tokens, positions, rows = staged("tokens"), staged("positions"), staged("prefill_rows")
     host = tuple(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
+    if most is None:
+        context: tuple[int, ...] | None = tuple(chunk.start for chunk in chunks)
+    else:
+        context = None if has_context else (0,) * rows.shape[0]
     return PrefillInputs(
         tokens=tokens,
         following=staged("following"),
         positions=positions,
         slots=staged("slots"),
-        rows=staged("prefill_rows"),
+        rows=rows,
         last=staged("last"),
         ends=staged("ends"),
         final=staged("final") > 0,
         continues=staged("continues") > 0,
         query_start=staged("query_start").to(torch.int32),
         host_query_start=host if most is None else None,
-        host_context=tuple(chunk.start for chunk in chunks) if most is None else None,
+        host_context=context,
         max_query=max(chunk.end - chunk.start for chunk in chunks) if most is None else tokens.shape[0],
-        max_kv=max(chunk.end for chunk in chunks) if most is None else most,
+        max_kv=max(chunk.end for chunk in chunks) if most is None else most if has_context else min(most, tokens.shape[0]),
         rope_positions=staged("rope_positions").view(3, -1) if "rope_positions" in segments else positions,
         prompt_lens=staged("prompt_lens") if "prompt_lens" in segments else None,
         owner=None if most is None else staged("owner"),
