@@ -17,10 +17,7 @@ from outrider.device import KernelSet, OutriderError, QuantizedWeight, Reduction
 from outrider_bench.rates import Cost, seconds_on_stream
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from outrider.device import Backend, Group, Stream, Weight
+    from outrider.device import Group, Stream, Weight
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks, MtpHead
     from outrider.model.layers.layer_weights import LayerWeights
@@ -195,9 +192,7 @@ def _bytes(weights: Any) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    import torch
-
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
         for item in value:
@@ -254,8 +249,6 @@ def iteration_calls(engine: Engine, batch: int) -> Counter[CollectiveCall]:
     Tensor-parallel ranks reduce the embedding, the attention output and the MLP output, and gather logits. Two broadcasts
     share the draft tokens and the accepted tokens. Data-parallel ranks gather the tokens before each MLP and scatter its sum.
     """
-    import torch
-
     from outrider.model import Decoder
     from outrider.speculative.eagle import EagleProposer
 
@@ -287,45 +280,35 @@ def _count_pass(calls: Counter[CollectiveCall], model: Decoder, rows: int, sampl
 
 
 def _seconds(ranks: ModelRanks, call: CollectiveCall) -> float:
-
+    """Return the seconds of a call by the group's best implementation, in a graph if collectives can be captured."""
     group = ranks.tensor if call.group == "tensor" else ranks.data
     assert group is not None
-    return call_us(group, call.kind, call.rows, call.width, call.dtype) / 1e6
+    stream = group.backend.create_stream("collectives")
+    fused = call.kind == "all_reduce_rms_norm"
+    work, check = _implementation(group, stream, call.kind, call.rows, call.width, call.dtype, fused=fused)
+    check()
+    return _microseconds(group, stream, work)[0] / 1e6
 
 
-FUSED = "fused"
+_FUSED = "fused"
 _CALLS = 64
 _EAGER_CALLS = 8
 _COLLECTIVE_REPEATS = 9
 _EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class RankBench:
-    """The group, the stream and the kernels with which one rank measures collectives."""
-
-    group: Group
-    stream: Stream
-    kernels: KernelSet
-
-    @property
-    def backend(self) -> Backend:
-        """The backend of this rank's device."""
-        return self.group.backend
-
-
 def measure(rank: RankHandle, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
     """Return the measured rows of the table, timed by this rank's clock. Every rank calls this function at the same time."""
     backend = rank.backend
     group = backend.create_group("bench", ranks=range(rank.size), rank=rank.index, store=rank.store)
-    bench = RankBench(group, backend.create_stream("bench"), backend.kernels_in_use)
+    stream = backend.create_stream("bench")
     rows = []
     try:
         for kind in kinds:
             for count in tokens:
-                for way, work, check in _implementations(bench, kind, count, width, getattr(torch, dtype)):
+                for way, work, check in _implementations(group, stream, kind, count, width, getattr(torch, dtype)):
                     check()
-                    median, captured = _microseconds(bench, work)
+                    median, captured = _microseconds(group, stream, work)
                     rows.append({"kind": kind, "tokens": count, "way": way, "us": median, "in_graph": captured})
     finally:
         backend.synchronize()
@@ -339,55 +322,43 @@ def measure(rank: RankHandle, *, kinds: Sequence[str], tokens: Sequence[int], wi
     }
 
 
-def call_us(group: Group, kind: str, tokens: int, width: int, dtype: torch.dtype) -> float:
-    """Return the microseconds of one call by the group's best implementation, in a graph if collectives can be captured.
-
-    Every rank of ``group`` calls this function at the same time.
-    """
-    backend = group.backend
-    bench = RankBench(group, backend.create_stream("collectives"), backend.kernels_in_use)
-    work, check = _implementation(bench, kind, tokens, width, dtype, fused=kind == "all_reduce_rms_norm")
-    check()
-    return _microseconds(bench, work)[0]
-
-
 def _implementations(
-    bench: RankBench, kind: str, tokens: int, width: int, dtype: torch.dtype
+    group: Group, stream: Stream, kind: str, tokens: int, width: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
     """Yield (name, call, check) for each implementation of a collective; fused kernels come last, then their choice."""
-    group = bench.group
+    kernels = group.backend.kernels_in_use
     first, *others = group.implementations
     has_others = kind in ("all_reduce", "all_reduce_rms_norm", "all_gather", "broadcast")
-    is_fused = kind == "all_reduce_rms_norm" and type(bench.kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm
+    is_fused = kind == "all_reduce_rms_norm" and type(kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm
     for way in (first, *(others if has_others else [])):
         group.restrict_implementations(way)
-        yield way, *_implementation(bench, kind, tokens, width, dtype, fused=False)
+        yield way, *_implementation(group, stream, kind, tokens, width, dtype, fused=False)
     for way in others if is_fused else []:
         group.restrict_implementations(way)
-        yield f"{FUSED}, {way}", *_implementation(bench, kind, tokens, width, dtype, fused=True)
+        yield f"{_FUSED}, {way}", *_implementation(group, stream, kind, tokens, width, dtype, fused=True)
     group.restrict_implementations(*group.implementations)
     if is_fused:
-        yield FUSED, *_implementation(bench, kind, tokens, width, dtype, fused=True)
+        yield _FUSED, *_implementation(group, stream, kind, tokens, width, dtype, fused=True)
 
 
 def _implementation(
-    bench: RankBench, kind: str, tokens: int, width: int, dtype: torch.dtype, *, fused: bool
+    group: Group, stream: Stream, kind: str, tokens: int, width: int, dtype: torch.dtype, *, fused: bool
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    group, stream = bench.group, bench.stream
-    device, size, rank = bench.backend.device, group.size, group.rank
-    with bench.backend.on(stream):
+    backend, size, rank = group.backend, group.size, group.rank
+    device, kernels = backend.device, backend.kernels_in_use
+    with backend.on(stream):
         x = torch.zeros((tokens, width), dtype=dtype, device=device)
         every = torch.zeros((size, tokens, width), dtype=dtype, device=device)
         part = torch.zeros_like(every)
         residual, weight = torch.zeros_like(x), torch.ones(width, dtype=dtype, device=device)
 
     def all_reduce_rms_norm() -> None:
-        with bench.backend.on(stream):
+        with backend.on(stream):
             if fused:
-                bench.kernels.all_reduce_rms_norm(x, residual, weight, _EPS, group=group, stream=stream)
+                kernels.all_reduce_rms_norm(x, residual, weight, _EPS, group=group, stream=stream)
             else:
                 group.all_reduce(x, stream=stream)
-                bench.kernels.add_rms_norm(x, residual, weight, _EPS)
+                kernels.add_rms_norm(x, residual, weight, _EPS)
 
     def send() -> None:
         if rank == 0:
@@ -411,7 +382,7 @@ def _implementation(
     work, made, expected = works[kind]
 
     def check() -> None:
-        with bench.backend.on(stream):
+        with backend.on(stream):
             x.fill_(rank + 1)
             every.fill_(rank + 1)
             residual.zero_()
@@ -423,7 +394,7 @@ def _implementation(
                 raise OutriderError(
                     f"{kind} of {tokens} x {width} {dtype} gave {found.flatten()[:4].tolist()} on rank {rank}"
                 )
-        with bench.backend.on(stream):
+        with backend.on(stream):
             for tensor in (x, every, residual):
                 tensor.zero_()  # so that nothing overflows over many calls
         stream.synchronize()
@@ -431,9 +402,9 @@ def _implementation(
     return work, check
 
 
-def _microseconds(bench: RankBench, work: Callable[[], None]) -> tuple[float, bool]:
+def _microseconds(group: Group, stream: Stream, work: Callable[[], None]) -> tuple[float, bool]:
     """Return the microseconds of one call, the median of 9 runs, and True if they were replayed as a graph."""
-    backend, stream = bench.backend, bench.stream
+    backend = group.backend
     captured = backend.capabilities.captures_graphs and backend.capabilities.captures_collectives
     calls = _CALLS if captured else _EAGER_CALLS
 
@@ -451,6 +422,6 @@ def _microseconds(bench: RankBench, work: Callable[[], None]) -> tuple[float, bo
         stream.synchronize()
         with backend.on(stream):
             gate = torch.zeros(1, device=backend.device)
-        bench.group.all_reduce(gate, stream=stream)  # all ranks begin together
+        group.all_reduce(gate, stream=stream)  # all ranks begin together
         seconds.append(seconds_on_stream(backend, stream, enqueue))
     return 1e6 * statistics.median(seconds[1:]) / calls, captured  # the first run warms up
