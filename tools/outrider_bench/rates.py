@@ -95,9 +95,9 @@ def measure_bandwidth(backend: Backend, kernels: KernelSet | None = None) -> flo
         source = torch.ones((rows, _ROW_ELEMENTS), dtype=torch.float32, device=backend.device)
         found = torch.empty((rows, 2), dtype=torch.int64, device=backend.device)
         target = torch.empty_like(source)
-    copy = _median_seconds(backend, stream, lambda: target.copy_(source))
+    copy = _seconds_of(backend, stream, lambda: target.copy_(source))
     reductions = (source.sum, source.view(torch.int64).sum, partial(kernels.find_nan, source, found))
-    read = min(_median_seconds(backend, stream, each) for each in reductions)
+    read = min(_seconds_of(backend, stream, each) for each in reductions)
     return max(2 * source.nbytes / copy, source.nbytes / read)
 
 
@@ -114,20 +114,24 @@ def _measure_products(backend: Backend, kernels: KernelSet, dtype: torch.dtype, 
                 multiply = partial(kernels.linear, x, dense)
             else:
                 multiply = partial(kernels.linear_quantized, x, weight)
-        seconds = _median_seconds(backend, stream, multiply)
+        seconds = _seconds_of(backend, stream, multiply)
         best = max(best, 2 * size * columns * rows / seconds)
         if seconds > _LONG_PRODUCT_S:
             break
     return best
 
 
-def _median_seconds(backend: Backend, stream: Stream, work: Callable[[], object]) -> float:
+def _seconds_of(backend: Backend, stream: Stream, work: Callable[[], object]) -> float:
     def enqueue() -> None:
         with backend.on(stream):
             work()
 
-    seconds = [seconds_on_stream(backend, stream, enqueue) for _ in range(_REPEATS + 1)]
-    return statistics.median(seconds[1:])  # the first run warms up
+    return median_seconds(backend, stream, enqueue, _REPEATS)
+
+
+def median_seconds(backend: Backend, stream: Stream, enqueue: Callable[[], object], repeats: int) -> float:
+    """Return the median of ``repeats`` times of :func:`seconds_on_stream`, after a run that warms up."""
+    return statistics.median([seconds_on_stream(backend, stream, enqueue) for _ in range(repeats + 1)][1:])
 
 
 def seconds_on_stream(backend: Backend, stream: Stream, enqueue: Callable[[], object]) -> float:
