@@ -15,10 +15,13 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, ref
 
 from outrider.device import Operation
+
+if TYPE_CHECKING:
+    from outrider_sanitizer.detector.captured_graph import CapturedGraph
 
 Clock = Mapping[int, int]
 """A vector clock: the last known epoch of each actor, by the actor's number. A clock is never changed in place, so a record
@@ -196,6 +199,18 @@ class Lane(Actor):
         return next((launches for launches in self.launches.values() if launches.number == number), None)
 
 
+class _ThreadState(threading.local):
+    """The detector's state of each host thread."""
+
+    actor: Actor | None = None
+    pool_start: Clock | None = None
+    """For a thread of a pool: its clock before its first task."""
+    capture: CapturedGraph | None = None
+    """The graph that the thread captures."""
+    allocation: tuple[int, Point] | None = None
+    """The thread's last allocation: its storage and its point."""
+
+
 class Lanes:
     """The streams and host threads of one device. Not thread-safe: the caller holds a lock around each call."""
 
@@ -206,7 +221,7 @@ class Lanes:
         self.sequence = 0
         self._stamp: int | None = None  # sequence number of the running step, if it was held
         self._free_numbers: list[tuple[int, int]] = []
-        self._local = threading.local()
+        self.local = _ThreadState()
         self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
         self._tokens: OrderedDict[int, tuple[object, Clock]] = OrderedDict()
         self._launches: dict[int, LaunchEpochs] = {}  # by their number
@@ -225,9 +240,9 @@ class Lanes:
 
     def thread(self) -> Actor:
         """Return the actor of the calling host thread."""
-        actor: Actor | None = getattr(self._local, "actor", None)
+        actor = self.local.actor
         if actor is None:
-            actor = self._local.actor = self._new_thread(NOTHING)
+            actor = self.local.actor = self._new_thread(NOTHING)
         return actor
 
     def _new_thread(self, known: Clock) -> Actor:
@@ -280,11 +295,11 @@ class Lanes:
         """Join the clock that was released to ``token`` into the calling thread."""
         known = self._tokens.get(id(token))
         if known is not None:
-            actor: Actor | None = getattr(self._local, "actor", None)
+            actor = self.local.actor
             if isinstance(token, SingleUseToken) and token.for_task:
                 self._begin_task(actor, known[1])
             elif actor is None:
-                self._local.actor = self._new_thread(known[1])
+                self.local.actor = self._new_thread(known[1])
             self.thread().join(known[1])
             if isinstance(token, SingleUseToken):
                 del self._tokens[id(token)]
@@ -293,13 +308,13 @@ class Lanes:
         """Give the calling thread of a pool a new actor. It is ordered after the thread's start and the submission ``known``
         of the task, and not after the thread's earlier tasks.
         """
-        if not hasattr(self._local, "pool_start"):
-            self._local.pool_start = NOTHING if before is None else before.clock
+        if self.local.pool_start is None:
+            self.local.pool_start = NOTHING if before is None else before.clock
         if before is not None:
             self._threads = [(thread, actor) for thread, actor in self._threads if actor is not before]
             self._free_numbers.append((before.number, before.clock.get(before.number, 0)))
-        self._local.actor = self._new_thread(known)
-        self._local.actor.join(self._local.pool_start)
+        self.local.actor = self._new_thread(known)
+        self.local.actor.join(self.local.pool_start)
 
     # -- steps of streams --------------------------------------------------------------------------------------------
 
@@ -397,8 +412,11 @@ class Lanes:
         """Call ``action`` after every step enqueued so far has run and no stream is held."""
         self._later.append(action)
 
-    def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
-        return Point(actor, name, location, self.place(), operation)
+    def new_point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
+        """Return the point of an actor's next step, next in program order; a held step keeps the place of its enqueueing."""
+        if self._stamp is None:
+            self.sequence += 1
+        return Point(actor, name, location, self.now, operation)
 
     @property
     def now(self) -> int:
@@ -413,13 +431,6 @@ class Lanes:
             return True
 
         self._enqueue(self.lane(stream), step)
-
-    def place(self) -> int:
-        """Return the next sequence number in program order; a held step keeps the number of its enqueueing."""
-        if self._stamp is None:
-            self.sequence += 1
-            return self.sequence
-        return self._stamp
 
 
 def _current() -> threading.Thread:

@@ -110,7 +110,7 @@ class Diagnoser:
 
     def flag(self, what: str, name: str, first: Point | None, second: Point) -> Finding:
         """Return the finding of a flag whose steps can run in an order that loses one of them."""
-        if what == "never":
+        if what == "never set":
             return Finding(
                 kind=FindingKind.FLAG_NEVER_SET,
                 first=None,
@@ -119,20 +119,24 @@ class Diagnoser:
                 memory=f"flag {name!r}",
             )
         assert first is not None
-        if what == "early":
+        if what == "early reset":
             kind, text = FindingKind.FLAG_RESET, "so the reset may come before that wait has passed, which then hangs"
-        elif what == "lowered":
+        elif what == "unordered reset":
             kind, text = FindingKind.FLAG_LOST, "so the set may come before the reset, which then undoes it"
         else:
             kind, text = FindingKind.FLAG_LOST, "so the second set is lost"
-        fix = f"reset flag {name!r} after its waits and before it is set again" if what == "up" else self.edge(first, second)
+        fix = (
+            f"reset flag {name!r} after its waits and before it is set again"
+            if what == "still set"
+            else self.edge(first, second)
+        )
         return Finding(
             kind=kind,
             first=self.site(first),
             second=self.site(second),
             missing=fix,
             memory=f"flag {name!r}",
-            hint=f"nothing orders the two, {text}" if what != "up" else f"the flag is still up, {text}",
+            hint=f"nothing orders the two, {text}" if what != "still set" else f"the flag is still up, {text}",
         )
 
     def edge(self, first: Point, second: Point) -> str:

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
 from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Point
-from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
+from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
 from outrider_sanitizer.detector.intervals import IntervalMap, Listener
-from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
+from outrider_sanitizer.detector.ranks import CollectivePart, RankClocks
 from outrider_sanitizer.detector.streams import StreamOrdering
 from outrider_sanitizer.report import caller_location
 
@@ -39,16 +39,16 @@ class Ordering(StreamOrdering):
     @property
     def capturing(self) -> bool:
         """True while the calling thread captures a graph."""
-        return getattr(self._local, "capture", None) is not None
+        return self.local.capture is not None
 
     def capture_began(self, graph: Graph, stream: str) -> None:
         """Add the next operations of the calling thread to ``graph``."""
-        self._local.capture = self._graphs[graph] = CapturedGraph(stream)
+        self.local.capture = self._graphs[graph] = CapturedGraph(stream)
 
     def capture_ended(self, graph: Graph, failed: bool) -> None:
         """End the capture of the calling thread; a failed capture drops the graph."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
-        self._local.capture = None
+        capture = self.local.capture
+        self.local.capture = None
         if capture is None:
             return
         if failed:
@@ -87,13 +87,13 @@ class Ordering(StreamOrdering):
         self.resume_all()
 
     def _use_dead(self, captured: CapturedGraph, lane: Lane, replay: GraphReplay) -> bool:
-        point = self._point(lane, f"replay of graph {replay.graph!r}", replay.location)
+        point = self.new_point(lane, f"replay of graph {replay.graph!r}", replay.location)
         for shadow, freed in captured.dead.values():
             self.listener.dead(shadow, point, freed)
         return True
 
     def _replay_point(self, actor: Actor, operation: Operation, replay: GraphReplay) -> Point:
-        point = self._point(actor, operation.name, operation.location, operation)
+        point = self.new_point(actor, operation.name, operation.location, operation)
         point.replay = replay
         return point
 
@@ -107,20 +107,20 @@ class Ordering(StreamOrdering):
         if not graph.context.params:
             return
         history = self._param_history(graph)
-        point = self._point(actor, f"replay of graph {graph.name!r}", replay.location)
+        point = self.new_point(actor, f"replay of graph {graph.name!r}", replay.location)
         point.replay = replay
         for at, name in enumerate(graph.context.params):
             history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
 
-    def _issue(self, captured: CapturedGraph) -> Iterator[WatchedCollectivePart]:
+    def _issue(self, captured: CapturedGraph) -> Iterator[CollectivePart]:
         """Issue the captured collectives of a graph, in order, when a replay is enqueued."""
-        halves = []
-        for verb in captured.verbs:
-            if verb.what == "collective":
+        parts = []
+        for step in captured.steps:
+            if step.what == "collective":
                 assert self.ranks is not None
-                group, call, _, location = verb.subject
-                halves.append(self.ranks.issue(group, call, in_graph=True, location=location))
-        return iter(halves)
+                group, call, _, location = step.subject
+                parts.append(self.ranks.issue(group, call, in_graph=True, location=location))
+        return iter(parts)
 
     def _walk(
         self,
@@ -128,7 +128,7 @@ class Ordering(StreamOrdering):
         captured: CapturedGraph,
         lane: Lane,
         replay: GraphReplay,
-        halves: Iterator[WatchedCollectivePart],
+        parts: Iterator[CollectivePart],
         thread: Actor,
     ) -> Generator[bool]:
         """Run a replay's captured steps one after the other; yields False while a flag holds the graph."""
@@ -149,17 +149,17 @@ class Ordering(StreamOrdering):
         if not captured.waits_for_flags:
             self._read_params(graph, lane, replay)
             params_read = True
-        for verb in captured.verbs:
-            branch = actor(verb.branch)
-            if verb.what == "collective":
-                half = next(halves)
-                self._arrive(branch, verb.subject[0], half, verb.subject[2], None, replay)
-                step = partial(self._join_collective, branch, verb.subject[0], half)
+        for step in captured.steps:
+            branch = actor(step.branch)
+            if step.what == "collective":
+                part = next(parts)
+                self._arrive(branch, step.subject[0], part, step.subject[2], None, replay)
+                run = partial(self._join_collective, branch, step.subject[0], part)
             else:
-                step = partial(self._run_verb, verb, branch, edges, replay)
-            while not step():
+                run = partial(self._run_captured_step, step, branch, edges, replay)
+            while not run():
                 yield False
-            if verb.what == "await" and not params_read:
+            if step.what == "await" and not params_read:
                 # The operation that the flag holds reads the parameters.
                 self._read_params(graph, branch, replay)
                 params_read = True
@@ -168,21 +168,21 @@ class Ordering(StreamOrdering):
                 lane.join(branch.release())
         yield True
 
-    def _run_verb(self, verb: Verb, branch: Lane, edges: dict[Event, Clock], replay: GraphReplay) -> bool:
-        """Run a captured verb other than a collective. Return False, without effect, while an event or a flag holds it."""
-        if verb.what == "launch":
-            self._access(self._replay_point(branch, verb.subject, replay), verb.subject.accesses)
-        elif verb.what == "record":
-            edges[verb.subject] = branch.release()
-        elif verb.what == "wait":
-            branch.join(edges.get(verb.subject[0], NOTHING))
-        elif verb.what == "join":
-            state = self._event(verb.subject[0])
-            if state.is_pending(verb.subject[1]):
+    def _run_captured_step(self, step: CapturedStep, branch: Lane, edges: dict[Event, Clock], replay: GraphReplay) -> bool:
+        """Run a captured step other than a collective. Return False, without effect, while an event or a flag holds it."""
+        if step.what == "launch":
+            self._access(self._replay_point(branch, step.subject, replay), step.subject.accesses)
+        elif step.what == "record":
+            edges[step.subject] = branch.release()
+        elif step.what == "wait":
+            branch.join(edges.get(step.subject[0], NOTHING))
+        elif step.what == "join":
+            state = self._event(step.subject[0])
+            if state.is_pending(step.subject[1]):
                 return False
-            branch.join(state.clock_of(verb.subject[1]))
-        elif verb.what in ("set", "await", "reset"):
-            return self._flag_verb(verb.what, branch, verb.subject, replay.location, replay)
+            branch.join(state.clock_of(step.subject[1]))
+        elif step.what in ("set", "await", "reset"):
+            return self._run_flag_step(step.what, branch, step.subject, replay.location, replay)
         return True
 
     def params_updated(self, graph: Graph, stream: str, names: tuple[str, ...]) -> None:
@@ -196,7 +196,7 @@ class Ordering(StreamOrdering):
         order = list(graph.context.params)
 
         def step() -> bool:
-            point = self._point(lane, f"rebinding of graph {graph.name!r}", location)
+            point = self.new_point(lane, f"rebinding of graph {graph.name!r}", location)
             point.step, point.between = after, True
             for name in names:
                 at = order.index(name)

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
 from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Lanes, LastWait, Point
-from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
-from outrider_sanitizer.detector.intervals import UNKNOWN_END, Listener
+from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
+from outrider_sanitizer.detector.intervals import UNKNOWN_END, Listener, StaleMark
 from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
-from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
+from outrider_sanitizer.detector.ranks import CollectivePart, RankClocks
 from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
@@ -28,37 +28,37 @@ class FlagProgress:
     after the reset. Otherwise the device may execute them in the opposite order.
     """
 
-    raised: Point | None = None
+    set_at: Point | None = None
     clock: Clock = field(default_factory=dict)
-    seen: list[Point] = field(default_factory=list)
-    lowered: Point | None = None
+    waits: list[Point] = field(default_factory=list)
+    reset_at: Point | None = None
 
     @property
     def is_set(self) -> bool:
         """True if the flag is set, so a wait passes."""
-        return self.raised is not None
+        return self.set_at is not None
 
     def set(self, point: Point) -> tuple[str, Point] | None:
-        """Set the flag. Returns the fault ("up" or "lowered") and the conflicting point, or None."""
-        if self.raised is not None:
-            return "up", self.raised
-        lowered = self.lowered
-        self.raised = point
+        """Set the flag. Returns the fault ("still set" or "unordered reset") and the conflicting point, or None."""
+        if self.set_at is not None:
+            return "still set", self.set_at
+        reset_at = self.reset_at
+        self.set_at = point
         self.clock = point.actor.release()
-        if lowered is not None and not lowered.happened_before(point):
-            return "lowered", lowered
+        if reset_at is not None and not reset_at.happened_before(point):
+            return "unordered reset", reset_at
         return None
 
     def wait(self, point: Point) -> None:
-        """Record a wait that passes the flag; the caller checks ``up`` first."""
-        self.seen = [*self.seen[-15:], point]
+        """Record a wait that passes the flag; the caller checks :attr:`is_set` first."""
+        self.waits = [*self.waits[-15:], point]
 
     def reset(self, point: Point) -> Point | None:
         """Reset the flag and return a wait of this round that may come later, or None."""
-        early = next((seen for seen in self.seen if not seen.happened_before(point)), None)
-        self.raised = None
-        self.lowered = point
-        self.seen = []
+        early = next((wait for wait in self.waits if not wait.happened_before(point)), None)
+        self.set_at = None
+        self.reset_at = point
+        self.waits = []
         return early
 
 
@@ -122,8 +122,8 @@ class StreamOrdering(Lanes):
         self.memory = ShadowMemory(listener.reused, strict=rows_follow)
         if ranks is not None and rows_follow:  # such devices number their memory in one sequence, and ranks may read it
             self.memory.shadows = ranks.shadows
-        self.flags_raised_outside = 0
-        """Number of flags that were raised outside the backend interface."""
+        self.flags_set_outside = 0
+        """Number of flags that were set outside the backend interface."""
         self._events: WeakKeyDictionary[Event, _EventState] = WeakKeyDictionary()
         self._flags: WeakKeyDictionary[Flag, FlagProgress] = WeakKeyDictionary()
         self._users: dict[int, WeakSet[CapturedGraph]] = {}
@@ -137,15 +137,15 @@ class StreamOrdering(Lanes):
 
     def launched(self, operation: Operation) -> None:
         """Check the accesses of an operation that was enqueued on a stream."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb("launch", operation.stream, operation))
+            capture.steps.append(CapturedStep("launch", operation.stream, operation))
             return
         lane = self.lane(operation.stream)
         self._enqueue(lane, lambda: self._launch(lane, operation))
 
     def _launch(self, lane: Lane, operation: Operation) -> bool:
-        self._access(Point(lane, operation.name, operation.location, self.place(), operation), operation.accesses)
+        self._access(self.new_point(lane, operation.name, operation.location, operation), operation.accesses)
         self._last = self.sequence
         return True
 
@@ -200,14 +200,14 @@ class StreamOrdering(Lanes):
         for access in accesses:
             shadow = self.memory.shadow(access.storage)
             if access.contested:
-                shadow.expire(access.start, access.end, (TWO_WRITERS, (point, access), point.sequence))
+                shadow.mark_stale(access.start, access.end, StaleMark(TWO_WRITERS, (point, access), point.sequence))
             else:
                 self.touch(point, access, shadow, late)
 
     def host_accessed(self, access: Access, location: str) -> None:
         """Check an access of the calling thread to pinned memory."""
         thread = self.thread()
-        point = self._point(thread, "host write" if access.write else "host read", location)
+        point = self.new_point(thread, "host write" if access.write else "host read", location)
         step = self.steps(HOST)
         point.step = (step[0], step[1] - 1) if step is not None else None
         self.touch(point, access, self.memory.shadow(access.storage))
@@ -219,16 +219,16 @@ class StreamOrdering(Lanes):
         A collective that a graph captured uses the pages that it registered, so its next replay is a finding.
         """
         shadow = self.memory.shadow(storage)
-        point = self._point(self.thread(), "remapping of memory", location)
+        point = self.new_point(self.thread(), "remapping of memory", location)
         self.touch(point, Access(storage, 0, shadow.nbytes or UNKNOWN_END, True, argument="pages"), shadow)
-        shadow.expire(0, shadow.nbytes or UNKNOWN_END, (REMAPPED, (point, None), point.sequence))
+        shadow.mark_stale(0, shadow.nbytes or UNKNOWN_END, StaleMark(REMAPPED, (point, None), point.sequence))
         for captured in self._users.get(storage, ()):
             if captured.has_collective(storage):
                 captured.dead[storage] = (shadow, location)
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
         """Record an allocation in the order of a stream, or of the calling thread."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None and stream != HOST:
             capture.temporaries.add(storage)
             self._pooled.add(storage)
@@ -241,16 +241,16 @@ class StreamOrdering(Lanes):
         self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
-        point = Point(actor, "allocation", location, self.place())
+        point = self.new_point(actor, "allocation", location)
         if self.memory.waits_for(stream):
             point.step = self.steps(stream)  # the next step there is the first that can use the memory
         self.memory.allocate(storage, nbytes, stream, location, point, False)
-        self._local.allocation = (storage, point)
+        self.local.allocation = (storage, point)
         return True
 
     def freed(self, storage: int, stream: str) -> None:
         """Record a release in the order of a stream, or of the calling thread."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if (capture is not None and stream != HOST) or storage in self._pooled:
             self._pooled.discard(storage)
             return  # the addresses stay with the graph's pool
@@ -277,39 +277,39 @@ class StreamOrdering(Lanes):
         return True
 
     def _release(self, releaser: Actor, location: str = "") -> Point:
-        return Point(releaser, "release of memory", location or caller_location(), self.place())
+        return self.new_point(releaser, "release of memory", location or caller_location())
 
     def address_reused(self, storage: int, previous: int) -> None:
         """Check a new storage at the address of an old one; called right after its allocation."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None and storage in capture.temporaries:
             self.memory.same_place(storage, previous)
             return
-        last: tuple[int, Point] | None = getattr(self._local, "allocation", None)
+        last = self.local.allocation
         self.memory.reuse(previous, last[1] if last is not None and last[0] == storage else None)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def collective(self, stream: str, group: Group, call: Collective, accesses: tuple[Access, ...]) -> None:
-        """Enqueue a rank's half of a collective."""
+        """Enqueue a rank's part of a collective."""
         location = caller_location()
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb("collective", stream, (group, call, accesses, location)))
+            capture.steps.append(CapturedStep("collective", stream, (group, call, accesses, location)))
             return
         assert self.ranks is not None
         lane = self.lane(stream)
-        half = self.ranks.issue(group, call, in_graph=False, location=location)
+        part = self.ranks.issue(group, call, in_graph=False, location=location)
         step = self.steps(stream)
-        self._enqueue(lane, lambda: self._arrive(lane, group, half, accesses, step))
-        self._enqueue(lane, lambda: self._join_collective(lane, group, half))
+        self._enqueue(lane, lambda: self._arrive(lane, group, part, accesses, step))
+        self._enqueue(lane, lambda: self._join_collective(lane, group, part))
         self.ranks.resume()
 
     def _arrive(
         self,
         actor: Actor,
         group: Group,
-        half: WatchedCollectivePart,
+        part: CollectivePart,
         accesses: tuple[Access, ...],
         step: tuple[str, int] | None,
         replay: GraphReplay | None = None,
@@ -318,23 +318,23 @@ class StreamOrdering(Lanes):
         part.
         """
         assert self.ranks is not None
-        half.clock = actor.release()
-        point = self._point(actor, half.call.kind, half.location)
+        part.clock = actor.release()
+        point = self.new_point(actor, part.call.kind, part.location)
         point.step, point.replay = step, replay
         self._access(point, accesses)
-        self.ranks.arrived(group, half, point)
+        self.ranks.arrived(group, part, point)
         return True
 
-    def _join_collective(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
-        """Join the clocks that a rank's part ``half`` of a collective waits for into the stream's clock. Return False while
+    def _join_collective(self, actor: Actor, group: Group, part: CollectivePart) -> bool:
+        """Join the clocks that a rank's ``part`` of a collective waits for into the stream's clock. Return False while
         another rank's part is missing.
         """
         assert self.ranks is not None
-        if not half.ready:
+        if not part.ready:
             return False
-        for clock in half.clocks():
+        for clock in part.clocks():
             actor.join(clock)
-        self.ranks.passed(half, group)
+        self.ranks.passed(part, group)
         return True
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -347,13 +347,13 @@ class StreamOrdering(Lanes):
 
     def recorded(self, stream: str, event: Event, generation: int) -> None:
         """Record a new generation of an event, which covers the operations enqueued on the stream so far."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb("record", stream, event))
+            capture.steps.append(CapturedStep("record", stream, event))
             return
         lane, thread = self.lane(stream), self.thread()
         state = self._event(event)
-        record = state.records[generation] = _EventRecord(self._point(thread, "record"))
+        record = state.records[generation] = _EventRecord(self.new_point(thread, "record"))
         known = thread.clock
         while len(state.records) > _MAX_GENERATIONS:
             state.records.popitem(last=False)
@@ -366,9 +366,9 @@ class StreamOrdering(Lanes):
 
     def waited(self, stream: str, event: Event, generation: int) -> None:
         """Order the next operations of ``stream`` after that generation of the event."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb("join" if generation else "wait", stream, (event, generation)))
+            capture.steps.append(CapturedStep("join" if generation else "wait", stream, (event, generation)))
             return
         lane = self.lane(stream)
         state = self._event(event)
@@ -420,29 +420,29 @@ class StreamOrdering(Lanes):
 
     def flag_step(self, what: str, stream: str, flag: Flag) -> None:
         """Enqueue a ``set``, ``await`` or ``reset`` of a flag."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb(what, stream, flag))
+            capture.steps.append(CapturedStep(what, stream, flag))
             return
         lane = self.lane(stream)
         location = caller_location()
-        self._enqueue(lane, lambda: self._flag_verb(what, lane, flag, location, None))
+        self._enqueue(lane, lambda: self._run_flag_step(what, lane, flag, location, None))
         if what == "set":
             self.resume_all()
 
-    def _flag_verb(self, what: str, lane: Lane, flag: Flag, location: str, replay: GraphReplay | None) -> bool:
+    def _run_flag_step(self, what: str, lane: Lane, flag: Flag, location: str, replay: GraphReplay | None) -> bool:
         state = self._flag(flag)
         name = f"{'wait for' if what == 'await' else what} flag {flag.name!r}"
         if what == "await" and not state.is_set:
             if lane not in self._waiting_flag:
-                self._waiting_flag[lane] = (flag.name, self._point(lane, name, location))
+                self._waiting_flag[lane] = (flag.name, self.new_point(lane, name, location))
             return False
         if what == "await":
             self._waiting_flag.pop(lane, None)
             lane.join(state.clock)
         # A point of its own epoch: resets and sets are ordered against it.
         lane.taken = True
-        point = self._point(lane, name, location)
+        point = self.new_point(lane, name, location)
         point.replay = replay
         if what == "await":
             state.wait(point)
@@ -454,7 +454,7 @@ class StreamOrdering(Lanes):
         else:
             early = state.reset(point)
             if early is not None:
-                self.listener.flag("early", flag.name, early, point)
+                self.listener.flag("early reset", flag.name, early, point)
         return True
 
     def _continue_held_streams(self) -> None:
@@ -469,7 +469,7 @@ class StreamOrdering(Lanes):
                 held.popleft()
                 self._waiting_flag.pop(lane, None)
         if self.ranks is None or not self.ranks.broken:
-            self.flags_raised_outside += 1
+            self.flags_set_outside += 1
         self.resume_all()
 
     def finish(self) -> None:
@@ -477,7 +477,7 @@ class StreamOrdering(Lanes):
         self.resume_all()
         for name, point in self._waiting_flag.values():
             if name not in self._lost:  # else it's the consequence of what was told
-                self.listener.flag("never", name, None, point)
+                self.listener.flag("never set", name, None, point)
         self._waiting_flag.clear()
         self.memory.finish(self._last)
 

@@ -140,8 +140,7 @@ class TorchSanitizer(DerivedSanitizer):
 
     @property
     def _capture(self) -> object | None:
-        found: object | None = getattr(self._ordering._local, "capture", None)
-        return found
+        return self._ordering.local.capture
 
     def _event_recorded(self, handle: int, stream: int) -> None:
         with self._lock:
@@ -306,7 +305,7 @@ class TorchSanitizer(DerivedSanitizer):
         """Begin the handling of one torch report: set the calling thread and handle releases since the last report."""
         if self._backward and not is_python_thread():
             # A thread of autograd's engine: it does what the thread that waits for it asked for.
-            local = self._ordering._local
+            local = self._ordering.local
             local.actor, local.capture = self._backward[-1]
         self._freed()
 
