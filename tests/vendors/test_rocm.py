@@ -11,9 +11,7 @@ from outrider_rocm import backend, plugin
 from vendors.child import child, conform
 
 
-@pytest.mark.parametrize(
-    ("name", "waiter"), [("gfx942", Waiter.STREAM), ("gfx950", Waiter.HOST), ("gfx1100", Waiter.STREAM)]
-)
+@pytest.mark.parametrize(("name", "waiter"), [("gfx942", Waiter.STREAM), ("gfx950", Waiter.HOST), ("gfx1100", Waiter.STREAM)])
 def test_architectures(name, waiter):
     sync = backend.RocmSync(SimpleNamespace(architecture=name), "auto", "forward")
     assert sync.published_waiter is waiter
