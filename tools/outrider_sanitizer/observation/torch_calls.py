@@ -223,7 +223,7 @@ class TorchSanitizer(DerivedSanitizer):
             original(graph, *args, **kwargs)
             made: Any = RawTorchGraph()
             self._graphs[graph] = made
-            self._scopes.native = graph
+            self._scopes.native_graph = graph
             with self._lock:
                 self._begin()
                 self._captures(made, self._placed())
@@ -246,7 +246,7 @@ class TorchSanitizer(DerivedSanitizer):
                 original(graph)
                 failed = False
             finally:
-                self._scopes.native = None
+                self._scopes.native_graph = None
                 made: Any = self._graphs.get(graph)
                 if made is not None:  # else it's one of the backend interface's, which tells its end itself
                     with self._lock:
@@ -274,7 +274,7 @@ class TorchSanitizer(DerivedSanitizer):
         self._index[stream] = self._index.get(stream, 0) + 1 + self._captured.get(graph, 0)
 
     def _triton_launched(self, name: str, tensors: Sequence[tuple[str, Any, bool, bool]]) -> None:
-        if getattr(self._scopes, "running", False):
+        if self._scopes.is_inside_operator:
             return  # inside an operator, whose schema says what it does
         location = caller_location()
         with self._lock:
@@ -380,7 +380,7 @@ class TorchSanitizer(DerivedSanitizer):
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         """Assign the capture that torch has just begun to a graph of the backend interface, which knows its inputs."""
-        native = getattr(self._scopes, "native", None)
+        native = self._scopes.native_graph
         with self._lock:
             if native is not None:
                 made: Any = self._graphs.pop(native)
