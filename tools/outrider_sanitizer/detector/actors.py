@@ -179,7 +179,7 @@ class LaunchEpochs:
         return self.own[at] if at < len(self.own) else None
 
 
-class Lane(Actor):
+class StreamActor(Actor):
     """A stream as an actor whose steps may be held by a flag. Its operations have a number for each host thread that
     launches.
     """
@@ -211,13 +211,13 @@ class _ThreadState(threading.local):
     """The thread's last allocation: its storage and its point."""
 
 
-class Lanes:
+class Actors:
     """The streams and host threads of one device. Not thread-safe: the caller holds a lock around each call."""
 
     def __init__(self, number: Callable[[], int] | None = None) -> None:
         """Create the actors. ``number`` returns actor numbers that are unique across devices whose clocks are joined."""
         self._number = number or itertools.count(1).__next__
-        self.lanes: dict[str, Lane] = {}
+        self.stream_actors: dict[str, StreamActor] = {}
         self.sequence = 0
         self._stamp: int | None = None  # sequence number of the running step, if it was held
         self._free_numbers: list[tuple[int, int]] = []
@@ -226,17 +226,17 @@ class Lanes:
         self._tokens: OrderedDict[int, tuple[object, Clock]] = OrderedDict()
         self._launches: dict[int, LaunchEpochs] = {}  # by their number
         self._hosts: set[int] = set()  # numbers of the host threads
-        self._held: list[Lane] = []
+        self._held: list[StreamActor] = []
         self._later: list[Callable[[], None]] = []
 
     # -- actors ----------------------------------------------------------------------------------------------------
 
-    def lane(self, name: str) -> Lane:
+    def stream_actor(self, name: str) -> StreamActor:
         """Return the actor of the stream ``name``; creates it on first use."""
-        lane = self.lanes.get(name)
-        if lane is None:
-            lane = self.lanes[name] = Lane(self._number(), name)
-        return lane
+        actor = self.stream_actors.get(name)
+        if actor is None:
+            actor = self.stream_actors[name] = StreamActor(self._number(), name)
+        return actor
 
     def thread(self) -> Actor:
         """Return the actor of the calling host thread."""
@@ -318,21 +318,21 @@ class Lanes:
 
     # -- steps of streams --------------------------------------------------------------------------------------------
 
-    def _launch_from(self, lane: Lane, thread: Actor, known: Clock | None = None) -> None:
-        """Order the next operations of ``lane`` after the steps of ``thread`` that ``known``, by default its clock, has."""
+    def _launch_from(self, actor: StreamActor, thread: Actor, known: Clock | None = None) -> None:
+        """Order the next operations of ``actor`` after the steps of ``thread`` that ``known``, by default its clock, has."""
         if thread.handed:
             thread.open_epoch()  # the threads that it handed over to know its launches up to here
         clock = thread.clock if known is None else known
-        if lane.launcher is not clock or lane.thread is not thread:
-            lane.join(clock)
-            lane.launcher, lane.thread = clock, thread
-            launches = lane.launches.get(thread.number)
+        if actor.launcher is not clock or actor.thread is not thread:
+            actor.join(clock)
+            actor.launcher, actor.thread = clock, thread
+            launches = actor.launches.get(thread.number)
             if launches is None:
-                number = self._number() if lane.launches else lane.number
-                launches = lane.launches[thread.number] = self._launches[number] = LaunchEpochs(number, thread)
-            lane.taken = launches.begin(clock.get(thread.number, 0), lane.clock.get(launches.number, 0)) or lane.taken
-            lane.taken = lane.taken or lane.number != launches.number
-            lane.number = launches.number
+                number = self._number() if actor.launches else actor.number
+                launches = actor.launches[thread.number] = self._launches[number] = LaunchEpochs(number, thread)
+            actor.taken = launches.begin(clock.get(thread.number, 0), actor.clock.get(launches.number, 0)) or actor.taken
+            actor.taken = actor.taken or actor.number != launches.number
+            actor.number = launches.number
         thread.taken = True
 
     def _ordered_launches(self, clock: Clock, thread: Actor, known: Clock) -> Clock:
@@ -356,14 +356,14 @@ class Lanes:
                 kept[number] = epoch if last is None else min(epoch, last)
         return kept
 
-    def _enqueue(self, lane: Lane, step: Step) -> None:
-        """Run a step on ``lane`` now, or after the flag that holds the lane."""
+    def _enqueue(self, actor: StreamActor, step: Step) -> None:
+        """Run a step on the stream of ``actor`` now, or after the flag that holds the stream."""
         thread = self.thread()
-        if lane.held is None:
-            self._launch_from(lane, thread)
+        if actor.held is None:
+            self._launch_from(actor, thread)
             if not step():
-                lane.held = deque([self._as_of_now(step)])
-                self._held.append(lane)
+                actor.held = deque([self._as_of_now(step)])
+                self._held.append(actor)
             return
         if thread.handed:
             thread.open_epoch()
@@ -371,10 +371,10 @@ class Lanes:
         stamped = self._as_of_now(step)
 
         def later() -> bool:
-            self._launch_from(lane, thread, known)
+            self._launch_from(actor, thread, known)
             return stamped()
 
-        lane.held.append(later)
+        actor.held.append(later)
 
     def _as_of_now(self, step: Step) -> Step:
         """Return a step that runs ``step`` later, with the sequence number that program order has now."""
@@ -391,18 +391,18 @@ class Lanes:
         return stamped
 
     def resume_held(self) -> None:
-        """Run the held steps of all lanes that have become possible."""
+        """Run the held steps of all streams that have become possible."""
         progress = bool(self._held)
         while progress:
             progress = False
-            for lane in list(self._held):
-                held = lane.held
+            for actor in list(self._held):
+                held = actor.held
                 while held and held[0]():
                     held.popleft()
                     progress = True
                 if not held:
-                    lane.held = None
-                    self._held.remove(lane)
+                    actor.held = None
+                    self._held.remove(actor)
         if not self._held and self._later:
             later, self._later = self._later, []
             for action in later:
@@ -430,7 +430,7 @@ class Lanes:
             action()
             return True
 
-        self._enqueue(self.lane(stream), step)
+        self._enqueue(self.stream_actor(stream), step)
 
 
 def _current() -> threading.Thread:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import Lane
+from outrider_sanitizer.detector.actors import StreamActor
 from outrider_sanitizer.detector.memory import Shadow
 
 
@@ -24,7 +24,7 @@ class CapturedGraph:
 
     main: str
     steps: list[CapturedStep] = field(default_factory=list)
-    branches: dict[str, Lane] = field(default_factory=dict)
+    branches: dict[str, StreamActor] = field(default_factory=dict)
     summary: list[tuple[Operation, list[Access]]] | None = None
     """For a graph without branches and flags: each operation, with the accesses that operations outside can conflict with.
 

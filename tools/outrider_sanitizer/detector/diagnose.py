@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.device import Access, ControllableDevice
-from outrider_sanitizer.detector.actors import Actor, Lane, Point
+from outrider_sanitizer.detector.actors import Actor, Point, StreamActor
 from outrider_sanitizer.detector.intervals import Record
 from outrider_sanitizer.detector.memory import Shadow
 from outrider_sanitizer.report import AccessSite, Finding, FindingKind
@@ -167,7 +167,7 @@ class Diagnoser:
                 f"waits cover {_site(first)} in some schedules alone: {launcher.name} launched it, and nothing orders that "
                 f"before {_site(second)}"
             )
-        elif isinstance(second.actor, Lane) and not first.actor.host:
+        elif isinstance(second.actor, StreamActor) and not first.actor.host:
             edge = second.actor.edges.get(first.number)
             if edge is None and second.clock.get(first.number, 0):
                 parts.append(
@@ -215,14 +215,14 @@ class Diagnoser:
 
 def _unordered_launcher(first: Point, second: Point) -> Actor | None:
     """Return the host thread that launched ``first`` if nothing orders that launch before ``second``, else None."""
-    launches = first.actor.launches_numbered(first.number) if isinstance(first.actor, Lane) else None
+    launches = first.actor.launches_numbered(first.number) if isinstance(first.actor, StreamActor) else None
     if launches is None or first.clock.get(launches.thread.number, 0) <= second.clock.get(launches.thread.number, 0):
         return None
     return launches.thread
 
 
 def _on_main(point: Point) -> bool:
-    return isinstance(point.actor, Actor) and " in graph " not in point.actor.name
+    return " in graph " not in point.actor.name
 
 
 def _site(point: Point) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Point
+from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Point, StreamActor
 from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
 from outrider_sanitizer.detector.intervals import IntervalMap, Listener
 from outrider_sanitizer.detector.ranks import CollectivePart, RankClocks
@@ -67,27 +67,27 @@ class Ordering(StreamOrdering):
         captured = self._graphs.get(graph)
         if captured is None:
             return
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         replay = GraphReplay(graph.name, generation, caller_location(), self.steps(stream))
         if captured.dead:
-            self._enqueue(lane, lambda: self._use_dead(captured, lane, replay))
+            self._enqueue(actor, lambda: self._use_dead(captured, actor, replay))
         if captured.summary is not None:
             summary = captured.summary
 
             def step() -> bool:
-                self._read_params(graph, lane, replay)
+                self._read_params(graph, actor, replay)
                 for operation, accesses in summary:
-                    self._access(self._replay_point(lane, operation, replay), accesses)
+                    self._access(self._replay_point(actor, operation, replay), accesses)
                 return True
 
-            self._enqueue(lane, step)
+            self._enqueue(actor, step)
             return
-        walk = self._walk(graph, captured, lane, replay, self._issue(captured), self.thread())
-        self._enqueue(lane, lambda: next(walk, True))
+        walk = self._walk(graph, captured, actor, replay, self._issue(captured), self.thread())
+        self._enqueue(actor, lambda: next(walk, True))
         self.resume_all()
 
-    def _use_dead(self, captured: CapturedGraph, lane: Lane, replay: GraphReplay) -> bool:
-        point = self.new_point(lane, f"replay of graph {replay.graph!r}", replay.location)
+    def _use_dead(self, captured: CapturedGraph, actor: StreamActor, replay: GraphReplay) -> bool:
+        point = self.new_point(actor, f"replay of graph {replay.graph!r}", replay.location)
         for shadow, freed in captured.dead.values():
             self.listener.dead(shadow, point, freed)
         return True
@@ -126,31 +126,31 @@ class Ordering(StreamOrdering):
         self,
         graph: Graph,
         captured: CapturedGraph,
-        lane: Lane,
+        actor: StreamActor,
         replay: GraphReplay,
         parts: Iterator[CollectivePart],
         thread: Actor,
     ) -> Generator[bool]:
         """Run a replay's captured steps one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
-        touched: dict[str, Lane] = {captured.main: lane}
+        touched: dict[str, StreamActor] = {captured.main: actor}
         params_read = False
 
-        def actor(branch: str) -> Lane:
+        def actor_of(branch: str) -> StreamActor:
             known = touched.get(branch)
             if known is None:
                 known = captured.branches.get(branch)
                 if known is None:
-                    known = captured.branches[branch] = Lane(self._number(), f"{branch} in graph {graph.name}")
+                    known = captured.branches[branch] = StreamActor(self._number(), f"{branch} in graph {graph.name}")
                 touched[branch] = known
-                self._launch_from(known, thread, lane.launcher)
+                self._launch_from(known, thread, actor.launcher)
             return known
 
         if not captured.waits_for_flags:
-            self._read_params(graph, lane, replay)
+            self._read_params(graph, actor, replay)
             params_read = True
         for step in captured.steps:
-            branch = actor(step.branch)
+            branch = actor_of(step.branch)
             if step.what == "collective":
                 part = next(parts)
                 self._arrive(branch, step.subject[0], part, step.subject[2], None, replay)
@@ -164,11 +164,13 @@ class Ordering(StreamOrdering):
                 self._read_params(graph, branch, replay)
                 params_read = True
         for branch in touched.values():
-            if branch is not lane:
-                lane.join(branch.release())
+            if branch is not actor:
+                actor.join(branch.release())
         yield True
 
-    def _run_captured_step(self, step: CapturedStep, branch: Lane, edges: dict[Event, Clock], replay: GraphReplay) -> bool:
+    def _run_captured_step(
+        self, step: CapturedStep, branch: StreamActor, edges: dict[Event, Clock], replay: GraphReplay
+    ) -> bool:
         """Run a captured step other than a collective. Return False, without effect, while an event or a flag holds it."""
         if step.what == "launch":
             self._access(self._replay_point(branch, step.subject, replay), step.subject.accesses)
@@ -189,18 +191,18 @@ class Ordering(StreamOrdering):
         """Record that host parameters of a captured graph were rebound on a stream."""
         if graph not in self._graphs:
             return  # it runs eagerly and reads them on the host
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         location = caller_location()
         after = self.steps(stream)  # it was enqueued before it is told, in however many steps
         history = self._param_history(graph)
         order = list(graph.context.params)
 
         def step() -> bool:
-            point = self.new_point(lane, f"rebinding of graph {graph.name!r}", location)
+            point = self.new_point(actor, f"rebinding of graph {graph.name!r}", location)
             point.step, point.between = after, True
             for name in names:
                 at = order.index(name)
                 history.touch(point, Access(0, at, at + 1, True, argument=name), self._params_sink)
             return True
 
-        self._enqueue(lane, step)
+        self._enqueue(actor, step)

@@ -151,7 +151,7 @@ class Staleness:
             age.rebound[name] = self._ordering.sequence
 
     def _replay_point(self, stream: str, age: Age, location: str) -> Point:
-        return self._ordering.new_point(self._ordering.lane(stream), f"replay of graph {age.name!r}", location)
+        return self._ordering.new_point(self._ordering.stream_actor(stream), f"replay of graph {age.name!r}", location)
 
     def _padding(self, age: Age, name: str, place: Access, stream: str, generation: int, location: str) -> None:
         """Report input bytes that a statement wrote for an earlier replay and did not write for this replay."""

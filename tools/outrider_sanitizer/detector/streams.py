@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Lanes, LastWait, Point
+from outrider_sanitizer.detector.actors import NOTHING, Actor, Actors, Clock, GraphReplay, LastWait, Point, StreamActor
 from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
 from outrider_sanitizer.detector.intervals import UNKNOWN_END, Listener, StaleMark
 from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
@@ -107,7 +107,7 @@ class _EventState:
         return (known.clock if known is not None else None) or NOTHING
 
 
-class StreamOrdering(Lanes):
+class StreamOrdering(Actors):
     """The order of operations on streams and host threads; inside a capture, operations are recorded for the replays."""
 
     def __init__(self, listener: Listener, *, rows_follow: bool = False, ranks: RankClocks | None = None) -> None:
@@ -131,7 +131,7 @@ class StreamOrdering(Lanes):
         self._lost: set[str] = set()
         self._last = 0  # sequence number of the last operation, host access or wait of a host thread
         self._pooled: set[int] = set()  # storages from the pools of graphs, whose addresses later captures alone reuse
-        self._waiting_flag: dict[Lane, tuple[str, Point]] = {}
+        self._waiting_flag: dict[StreamActor, tuple[str, Point]] = {}
 
     # -- accesses ----------------------------------------------------------------------------------------------------
 
@@ -141,11 +141,11 @@ class StreamOrdering(Lanes):
         if capture is not None:
             capture.steps.append(CapturedStep("launch", operation.stream, operation))
             return
-        lane = self.lane(operation.stream)
-        self._enqueue(lane, lambda: self._launch(lane, operation))
+        actor = self.stream_actor(operation.stream)
+        self._enqueue(actor, lambda: self._launch(actor, operation))
 
-    def _launch(self, lane: Lane, operation: Operation) -> bool:
-        self._access(self.new_point(lane, operation.name, operation.location, operation), operation.accesses)
+    def _launch(self, actor: StreamActor, operation: Operation) -> bool:
+        self._access(self.new_point(actor, operation.name, operation.location, operation), operation.accesses)
         self._last = self.sequence
         return True
 
@@ -237,8 +237,8 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self._allocate(self.thread(), storage, nbytes, stream, location)
             return
-        lane = self.lane(stream)
-        self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
+        actor = self.stream_actor(stream)
+        self._enqueue(actor, lambda: self._allocate(actor, storage, nbytes, stream, location))
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
         point = self.new_point(actor, "allocation", location)
@@ -263,13 +263,13 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self.memory.free(storage, stream, self.thread(), self._release)
             return
-        lane, location = self.lane(stream), caller_location() if self._held else ""
-        self._enqueue(lane, lambda: self._free(lane, storage, location))
+        actor, location = self.stream_actor(stream), caller_location() if self._held else ""
+        self._enqueue(actor, lambda: self._free(actor, storage, location))
 
-    def _free(self, lane: Lane, storage: int, location: str) -> bool:
+    def _free(self, actor: StreamActor, storage: int, location: str) -> bool:
         """Release memory in the order of a stream: after the accesses before it, which held streams have yet to check."""
-        then = lane.release() if self._held else None
-        free = partial(self.memory.free, storage, lane.name, lane, lambda by: self._release(by, location), then)
+        then = actor.release() if self._held else None
+        free = partial(self.memory.free, storage, actor.name, actor, lambda by: self._release(by, location), then)
         if self._held:
             self.when_none_held(free)
         else:
@@ -298,11 +298,11 @@ class StreamOrdering(Lanes):
             capture.steps.append(CapturedStep("collective", stream, (group, call, accesses, location)))
             return
         assert self.ranks is not None
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         part = self.ranks.issue(group, call, in_graph=False, location=location)
         step = self.steps(stream)
-        self._enqueue(lane, lambda: self._arrive(lane, group, part, accesses, step))
-        self._enqueue(lane, lambda: self._join_collective(lane, group, part))
+        self._enqueue(actor, lambda: self._arrive(actor, group, part, accesses, step))
+        self._enqueue(actor, lambda: self._join_collective(actor, group, part))
         self.ranks.resume()
 
     def _arrive(
@@ -351,7 +351,7 @@ class StreamOrdering(Lanes):
         if capture is not None:
             capture.steps.append(CapturedStep("record", stream, event))
             return
-        lane, thread = self.lane(stream), self.thread()
+        actor, thread = self.stream_actor(stream), self.thread()
         state = self._event(event)
         record = state.records[generation] = _EventRecord(self.new_point(thread, "record"))
         known = thread.clock
@@ -359,10 +359,10 @@ class StreamOrdering(Lanes):
             state.records.popitem(last=False)
 
         def step() -> bool:
-            record.clock = self._ordered_launches(lane.release(), thread, known)
+            record.clock = self._ordered_launches(actor.release(), thread, known)
             return True
 
-        self._enqueue(lane, step)
+        self._enqueue(actor, step)
 
     def waited(self, stream: str, event: Event, generation: int) -> None:
         """Order the next operations of ``stream`` after that generation of the event."""
@@ -370,22 +370,22 @@ class StreamOrdering(Lanes):
         if capture is not None:
             capture.steps.append(CapturedStep("join" if generation else "wait", stream, (event, generation)))
             return
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         state = self._event(event)
         location = caller_location()
         generation = state.covered(generation, self.thread())
-        self._enqueue(lane, lambda: self._wait(lane, state, generation, location))
+        self._enqueue(actor, lambda: self._wait(actor, state, generation, location))
 
-    def _wait(self, lane: Lane, state: _EventState, generation: int, location: str) -> bool:
+    def _wait(self, actor: StreamActor, state: _EventState, generation: int, location: str) -> bool:
         if generation not in state.records:
             return True
         if state.is_pending(generation):
             return False
         clock = state.clock_of(generation)
-        new = lane.join(clock)
+        new = actor.join(clock)
         edge = LastWait(state.name, generation, location)
-        lane.edges.update(dict.fromkeys(clock, edge))
-        self.listener.waited(lane.name, state.name, generation, location, new)
+        actor.edges.update(dict.fromkeys(clock, edge))
+        self.listener.waited(actor.name, state.name, generation, location, new)
         return True
 
     def event_synchronized(self, event: Event, generation: int) -> None:
@@ -398,16 +398,16 @@ class StreamOrdering(Lanes):
 
     def stream_synchronized(self, stream: str) -> None:
         """Order the calling thread after all operations enqueued on the stream."""
-        lane = self.lane(stream)
-        if lane.held is not None:
+        actor = self.stream_actor(stream)
+        if actor.held is not None:
             self._continue_held_streams()
         thread = self.thread()
-        thread.join(self._ordered_launches(lane.release(), thread, thread.clock))
+        thread.join(self._ordered_launches(actor.release(), thread, thread.clock))
         self._last = self.sequence
 
     def device_synchronized(self) -> None:
         """Order the calling thread after every stream."""
-        for stream in list(self.lanes):
+        for stream in list(self.stream_actors):
             self.stream_synchronized(stream)
 
     # -- flags -------------------------------------------------------------------------------------------------------
@@ -424,25 +424,25 @@ class StreamOrdering(Lanes):
         if capture is not None:
             capture.steps.append(CapturedStep(what, stream, flag))
             return
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         location = caller_location()
-        self._enqueue(lane, lambda: self._run_flag_step(what, lane, flag, location, None))
+        self._enqueue(actor, lambda: self._run_flag_step(what, actor, flag, location, None))
         if what == "set":
             self.resume_all()
 
-    def _run_flag_step(self, what: str, lane: Lane, flag: Flag, location: str, replay: GraphReplay | None) -> bool:
+    def _run_flag_step(self, what: str, actor: StreamActor, flag: Flag, location: str, replay: GraphReplay | None) -> bool:
         state = self._flag(flag)
         name = f"{'wait for' if what == 'await' else what} flag {flag.name!r}"
         if what == "await" and not state.is_set:
-            if lane not in self._waiting_flag:
-                self._waiting_flag[lane] = (flag.name, self.new_point(lane, name, location))
+            if actor not in self._waiting_flag:
+                self._waiting_flag[actor] = (flag.name, self.new_point(actor, name, location))
             return False
         if what == "await":
-            self._waiting_flag.pop(lane, None)
-            lane.join(state.clock)
+            self._waiting_flag.pop(actor, None)
+            actor.join(state.clock)
         # A point of its own epoch: resets and sets are ordered against it.
-        lane.taken = True
-        point = self.new_point(lane, name, location)
+        actor.taken = True
+        point = self.new_point(actor, name, location)
         point.replay = replay
         if what == "await":
             state.wait(point)
@@ -463,11 +463,11 @@ class StreamOrdering(Lanes):
         """
         if self.ranks is not None:
             self.ranks.passed_without()
-        for lane in list(self._held):
-            held = lane.held
+        for actor in list(self._held):
+            held = actor.held
             if held:
                 held.popleft()
-                self._waiting_flag.pop(lane, None)
+                self._waiting_flag.pop(actor, None)
         if self.ranks is None or not self.ranks.broken:
             self.flags_set_outside += 1
         self.resume_all()

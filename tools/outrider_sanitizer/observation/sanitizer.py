@@ -132,7 +132,7 @@ class Sanitizer(Observer):
     def stream_created(self, stream: Stream) -> None:
         with self._lock:
             self._streams[stream.name] = stream
-            self._ordering.lane(stream.name)
+            self._ordering.stream_actor(stream.name)
             if self.backend.control is not None:
                 self._labels[stream.name] = self.backend.control.steps(stream)[0]
 
