@@ -20,6 +20,7 @@ from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
 from outrider_proof.decode_explorer import PARAMETER_FENCES, DecodeExplorer
 from outrider_proof.decode_program import HostProgram
+from outrider_proof.rank_exploration import EVERY
 from outrider_sanitizer.scripts import SIMULATED
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from outrider_sanitizer.races import Race
 
 DECODE = "decode"
-EVERY = "every"
 ITERATIONS = 100
 """Default number of schedules that an exploration tries."""
 _PROGRAM_ORDER = "program"

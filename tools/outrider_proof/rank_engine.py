@@ -70,7 +70,6 @@ TOLERATED = ("tie", "ulp", "slow", "memory")
 """Names of the divergences that the engine must tolerate."""
 NAMED = ("abort", "length", "bucket")
 """Names of the divergences that the sanitizer must find and name."""
-MODES = ("staged", "graphs", "fused")
 IMAGE_PROPOSERS = ("ngram, images", "eagle, images")
 """Proposers of the tiny vision-language model."""
 HYBRID_PROPOSERS = ("none", "ngram", "suffix", "draft-model", "mtp-chain", "eagle, untrained")
@@ -123,7 +122,7 @@ def layouts(ranks: int) -> list[tuple[int, int]]:
 
 def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     """Return the random setup of program ``seed``."""
-    from outrider_proof.engine_setups import MIXTURE, WIDE_HYBRID
+    from outrider_proof.engine_setups import MIXTURE, MODES, WIDE_HYBRID
     from outrider_proof.proposers import MAKERS
 
     rng = random.Random(f"ranks {seed}")
