@@ -349,7 +349,12 @@ def _run_once(
     ended = "" if cause is None else f"\nthe run ended with {type(cause).__name__}: {cause}"
     named = decision_named(explorer.report) if explorer.report is not None else ""
     schedule = control_of(backend).schedule()
-    return row | {"error": type(error).__name__, "message": f"{error}{ended}", "named": named or None, "schedule": schedule}
+    return row | {
+        "error": type(error).__name__,
+        "message": f"{error}{ended}" or None,
+        "named": named or None,
+        "schedule": schedule or None,
+    }
 
 
 def _render(console: Console, data: Mapping[str, Any]) -> None:
