@@ -17,7 +17,7 @@ from outrider.device import Access, Operation
 from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Point, StreamActor
 from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
 from outrider_sanitizer.detector.intervals import IntervalMap, Listener
-from outrider_sanitizer.detector.ranks import CollectivePart, RankClocks
+from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.detector.streams import StreamOrdering
 from outrider_sanitizer.report import caller_location
 
@@ -112,7 +112,7 @@ class Ordering(StreamOrdering):
         for at, name in enumerate(graph.context.params):
             history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
 
-    def _issue(self, captured: CapturedGraph) -> Iterator[CollectivePart]:
+    def _issue(self, captured: CapturedGraph) -> Iterator[WatchedCollectivePart]:
         """Issue the captured collectives of a graph, in order, when a replay is enqueued."""
         parts = []
         for step in captured.steps:
@@ -128,7 +128,7 @@ class Ordering(StreamOrdering):
         captured: CapturedGraph,
         actor: StreamActor,
         replay: GraphReplay,
-        parts: Iterator[CollectivePart],
+        parts: Iterator[WatchedCollectivePart],
         thread: Actor,
     ) -> Generator[bool]:
         """Run a replay's captured steps one after the other; yields False while a flag holds the graph."""

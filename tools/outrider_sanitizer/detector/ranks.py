@@ -38,7 +38,7 @@ _ALIKE_HINT = "then every rank makes the same calls in the same order, with the 
 
 
 @dataclass(eq=False, slots=True)
-class CollectivePart:
+class WatchedCollectivePart:
     """One rank's part of a collective.
 
     ``clock`` is its stream's clock before the call, or None until the stream has reached the call.
@@ -96,17 +96,17 @@ class WatchedCollective:
     """The parts of one collective, by the index of their rank."""
 
     members: tuple[int, ...]
-    parts: dict[int, CollectivePart] = field(default_factory=dict)
+    parts: dict[int, WatchedCollectivePart] = field(default_factory=dict)
     passed: int = 0
     """Number of parts whose streams have passed the collective."""
 
     @property
-    def send(self) -> CollectivePart:
+    def send(self) -> WatchedCollectivePart:
         """The sender's part of a message between two ranks."""
         return self.parts[self.members[0]]
 
     @property
-    def receive(self) -> CollectivePart:
+    def receive(self) -> WatchedCollectivePart:
         """The receiver's part of a message between two ranks."""
         return self.parts[self.members[1]]
 
@@ -148,8 +148,8 @@ class _GroupState:
     collectives: dict[tuple[tuple[int, int] | None, int], WatchedCollective] = field(default_factory=dict)
     counts: dict[tuple[int, tuple[int, int] | None], int] = field(default_factory=dict)
     decisions: dict[int, list[Decided]] = field(default_factory=dict)
-    last: dict[int, CollectivePart] = field(default_factory=dict)
-    points: dict[int, dict[int, tuple[Point, CollectivePart]]] = field(default_factory=dict)
+    last: dict[int, WatchedCollectivePart] = field(default_factory=dict)
+    points: dict[int, dict[int, tuple[Point, WatchedCollectivePart]]] = field(default_factory=dict)
     has_diverged: bool = False
     differs: bool = False
 
@@ -194,7 +194,7 @@ class RankClocks:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def issue(self, group: Group, call: Collective, *, in_graph: bool, location: str) -> CollectivePart:
+    def issue(self, group: Group, call: Collective, *, in_graph: bool, location: str) -> WatchedCollectivePart:
         """Match a call that the host of a rank issued, alone or (``in_graph``) in a replay, with the calls of the other
         ranks.
         """
@@ -206,7 +206,7 @@ class RankClocks:
         collective = state.collectives.get((channel, count))
         if collective is None:
             collective = state.collectives[channel, count] = WatchedCollective(channel or tuple(range(group.size)))
-        part = CollectivePart(
+        part = WatchedCollectivePart(
             group.rank,
             group.ranks[group.rank],
             call,
@@ -236,7 +236,7 @@ class RankClocks:
             if other is not state and rank in other.key[1] and len(mine.intersection(other.key[1])) > 1
         }
 
-    def _compare(self, state: _GroupState, one: CollectivePart, two: CollectivePart) -> None:
+    def _compare(self, state: _GroupState, one: WatchedCollectivePart, two: WatchedCollectivePart) -> None:
         if state.has_diverged:
             return
         facts = (
@@ -271,7 +271,7 @@ class RankClocks:
                     f"call groups {state.name!r} and {key[0]!r} in one order on every rank",
                 )
 
-    def arrived(self, group: Group, part: CollectivePart, point: Point) -> None:
+    def arrived(self, group: Group, part: WatchedCollectivePart, point: Point) -> None:
         """Check that a rank's part, reached at ``point``, comes after every earlier call of overlapping groups."""
         self._progress += 1
         state = self._state(group)
@@ -325,8 +325,8 @@ class RankClocks:
         self,
         state: _GroupState,
         other: _GroupState,
-        one: tuple[Point, CollectivePart],
-        two: tuple[Point, CollectivePart],
+        one: tuple[Point, WatchedCollectivePart],
+        two: tuple[Point, WatchedCollectivePart],
     ) -> None:
         first, then = repr(one[0].actor.name), repr(two[0].actor.name)
         self._add_finding(
@@ -337,7 +337,7 @@ class RankClocks:
             f"record an event on {first} after the first and make {then} wait for it before the second",
         )
 
-    def passed(self, part: CollectivePart, group: Group) -> None:
+    def passed(self, part: WatchedCollectivePart, group: Group) -> None:
         """Record that a stream has joined the clocks that its part waited for."""
         self._progress += 1
         part.collective.passed += 1

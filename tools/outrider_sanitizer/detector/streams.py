@@ -13,7 +13,7 @@ from outrider_sanitizer.detector.actors import NOTHING, Actor, Actors, Clock, Gr
 from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
 from outrider_sanitizer.detector.intervals import UNKNOWN_END, Listener, StaleMark
 from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
-from outrider_sanitizer.detector.ranks import CollectivePart, RankClocks
+from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ class StreamOrdering(Actors):
         self,
         actor: Actor,
         group: Group,
-        part: CollectivePart,
+        part: WatchedCollectivePart,
         accesses: tuple[Access, ...],
         step: tuple[str, int] | None,
         replay: GraphReplay | None = None,
@@ -325,7 +325,7 @@ class StreamOrdering(Actors):
         self.ranks.arrived(group, part, point)
         return True
 
-    def _join_collective(self, actor: Actor, group: Group, part: CollectivePart) -> bool:
+    def _join_collective(self, actor: Actor, group: Group, part: WatchedCollectivePart) -> bool:
         """Join the clocks that a rank's ``part`` of a collective waits for into the stream's clock. Return False while
         another rank's part is missing.
         """
