@@ -32,26 +32,15 @@ def kernel_info() -> KernelInfo:
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
     """Return the kernel set that backends use by default, for ``backend``."""
-    return tuned_kernels(backend)
+    return default_kernels(backend)
 
 
-def tuned_kernels(backend: Backend) -> KernelSet:
+def default_kernels(backend: Backend, *, measured: bool = True) -> KernelSet:
     """Return the kernel set with the measurements of this device; configurations without one are derived.
 
-    Torch's library computes the products that it won in the table. Raises :class:`BackendLoadError` without Triton.
+    Torch's library computes the products that it won in the table. ``measured=False`` ignores earlier measurements, shipped
+    or stored on this machine; later ones are used. Raises :class:`BackendLoadError` without Triton.
     """
-    return _kernels(backend)
-
-
-def derived_kernels(backend: Backend) -> KernelSet:
-    """Return the kernel set without earlier measurements, shipped or stored on this machine.
-
-    Later measurements are used. Raises :class:`BackendLoadError` without Triton.
-    """
-    return _kernels(backend, measured=False)
-
-
-def _kernels(backend: Backend, *, measured: bool = True) -> KernelSet:
     if find_spec("triton") is None:
         raise BackendLoadError(
             f"the kernels of {backend.label} are in Triton, which isn't installed; {_ADVICE}, or choose kernels=torch"

@@ -208,7 +208,7 @@ def test_the_best_rate_of_all_reductions_and_products_counts(monkeypatch):
     def seconds(backend, stream, work):
         return taken.get(getattr(work, "func", work).__name__, 2.0)
 
-    monkeypatch.setattr("outrider_bench.rates._median_seconds", seconds)
+    monkeypatch.setattr("outrider_bench.rates._seconds_of", seconds)
     backend = get_backend("cpu")
     weight = weight_format("fp8").random_weight(64, 128, device=backend.device, scales_dtype=torch.float32)
     assert measure_bandwidth(backend) == (1 << 20) / 0.5  # bytes of the buffer

@@ -67,7 +67,7 @@ def test_the_record_says_what_is_quantised(outrider):
 @pytest.mark.parametrize("head", [True, False])
 def test_this_engine_quantises_target_draft_and_head(head):
     options = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}
-    with open_peer(work("fp8", head), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+    with closing(open_peer(work("fp8", head), "eagle", "cpu", options)._engine) as engine:
         target, draft = engine.model.weights, engine.proposer.head.weights
         products = (target.layers[1].qkv, target.layers[1].down, draft.fusion, draft.layers[0].gate_up)
         assert all(isinstance(each, QuantizedWeight) for each in products)
@@ -79,7 +79,8 @@ def test_this_engine_drafts_with_weights_in_few_bits():
     options, limits, sizes = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}, {}, {}
     for format in ("stored", "int8"):
         asked = replace(WORKED, draft_weights=format)
-        with open_peer(asked, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+        peer = open_peer(asked, "eagle", "cpu", options)
+        with closing(peer._engine) as engine:
             target, head = engine.model.weights, engine.proposer.head
             limits[format] = iteration_bytes(engine, batch=1, context=8)
             assert not any(isinstance(each, QuantizedWeight) for each in (target.head, target.layers[1].qkv))
@@ -90,13 +91,15 @@ def test_this_engine_drafts_with_weights_in_few_bits():
     saved = engine.proposer.depth * (sizes["stored"] - sizes["int8"])
     assert limits["stored"] - limits["int8"] == saved > 0
     some = replace(WORKED, draft_vocabulary="16")
-    with open_peer(some, "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+    peer = open_peer(some, "eagle", "cpu", options)
+    with closing(peer._engine) as engine:
         own, drawn = engine.model.weights.head, engine.proposer.head.output.weights.head
         assert "draft tokens out of 16" in peer.settings
         assert torch.equal(drawn, own[:16])
         saved = engine.proposer.depth * (own.nbytes - drawn.nbytes)
         assert limits["stored"] - iteration_bytes(engine, batch=1, context=8) == saved
-    with open_peer(replace(WORKED, draft_weights="int8"), "none", "cpu", options) as peer, closing(peer._engine):
+    peer = open_peer(replace(WORKED, draft_weights="int8"), "none", "cpu", options)
+    with closing(peer._engine):
         assert "the draft's weights" not in peer.settings  # of the runs without drafts
 
 

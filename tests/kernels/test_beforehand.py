@@ -30,7 +30,7 @@ def hashed(monkeypatch):
 def test_another_thread_hashes_the_compiler_when_kernels_are_made(hashed, monkeypatch):
     facts = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(get_device_properties=lambda device: facts))
-    plugin.derived_kernels(SimpleNamespace(label="cuda", device=torch.device("cuda")))
+    plugin.default_kernels(SimpleNamespace(label="cuda", device=torch.device("cuda")), measured=False)
     assert hashed.asked.wait(60)
     assert hashed.threads != [threading.current_thread()]
 

@@ -10,7 +10,7 @@ from hypothesis.errors import NoSuchExample
 
 from drawing import some_and_many
 from outrider_sanitizer.detector import intervals
-from outrider_sanitizer.detector.actors import Actor, Lanes
+from outrider_sanitizer.detector.actors import Actor, Actors
 from sanitizer.ordering_oracle import Oracle, Recorder, programs, run
 
 
@@ -74,7 +74,7 @@ def without_a_look_at_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lanes, "_ordered_launches", lambda self, clock, *_: clock)
+    monkeypatch.setattr(Actors, "_ordered_launches", lambda self, clock, *_: clock)
 
 
 FAULTS = [

@@ -1,27 +1,20 @@
 """The plugin ``rocm``: architectures, options, and the conformance suite on a HIP-like personality."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from outrider.device import BackendLoadError, ConfigError, Waiter
 from outrider_rocm import backend, plugin
-from outrider_rocm.backend import parse_architecture
 from vendors.child import child, conform
 
 
-@pytest.mark.parametrize(
-    ("full", "wave", "name", "features", "waiter"),
-    [
-        ("gfx942:sramecc+:xnack-", 64, "gfx942", ("sramecc+", "xnack-"), Waiter.STREAM),
-        ("gfx950:sramecc+:xnack-", 64, "gfx950", ("sramecc+", "xnack-"), Waiter.HOST),
-        ("gfx1100", 32, "gfx1100", (), Waiter.STREAM),
-    ],
-)
-def test_architectures(full, wave, name, features, waiter):
-    found = parse_architecture(full, wave)
-    assert (found.name, found.features, found.wave_size, found.published_waiter) == (name, features, wave, waiter)
+@pytest.mark.parametrize(("name", "waiter"), [("gfx942", Waiter.STREAM), ("gfx950", Waiter.HOST), ("gfx1100", Waiter.STREAM)])
+def test_architectures(name, waiter):
+    sync = backend.RocmSync(SimpleNamespace(architecture=name), "auto", "forward")
+    assert sync.published_waiter is waiter
 
 
 def test_options():

@@ -1,20 +1,25 @@
-"""The two rates of a device that limit a model: bytes a second that it reads, and operations a second of its products."""
+"""The rates of a device that limit a model: bytes a second that it reads, operations a second of its products, and the time
+of collectives between its ranks.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from outrider.device import KernelSet, OutriderError, Reduction
 from outrider.device.kernels.weights import QuantizedWeight
 
 if TYPE_CHECKING:
-    from outrider.device import Backend, KernelSet, Stream
+    from outrider.device import Backend, Group, Stream
+    from outrider_conformance.ranks.runner import RankHandle
 
 _HOST_BYTES = 256 << 20
 _DEVICE_BYTES = 4 << 30
@@ -25,6 +30,11 @@ _PRODUCT_SIZES = (512, 1024, 2048, 4096, 8192)
 """Sizes of square matrices, and numbers of rows that a quantised weight is multiplied with."""
 _LONG_PRODUCT_S = 0.005
 """Duration in seconds from which larger products are no faster for each operation."""
+_FUSED = "fused"
+_CAPTURED_CALLS = 64
+_EAGER_CALLS = 8
+_COLLECTIVE_REPEATS = 9
+_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +105,9 @@ def measure_bandwidth(backend: Backend, kernels: KernelSet | None = None) -> flo
         source = torch.ones((rows, _ROW_ELEMENTS), dtype=torch.float32, device=backend.device)
         found = torch.empty((rows, 2), dtype=torch.int64, device=backend.device)
         target = torch.empty_like(source)
-    copy = _median_seconds(backend, stream, lambda: target.copy_(source))
+    copy = _seconds_of(backend, stream, lambda: target.copy_(source))
     reductions = (source.sum, source.view(torch.int64).sum, partial(kernels.find_nan, source, found))
-    read = min(_median_seconds(backend, stream, each) for each in reductions)
+    read = min(_seconds_of(backend, stream, each) for each in reductions)
     return max(2 * source.nbytes / copy, source.nbytes / read)
 
 
@@ -114,20 +124,24 @@ def _measure_products(backend: Backend, kernels: KernelSet, dtype: torch.dtype, 
                 multiply = partial(kernels.linear, x, dense)
             else:
                 multiply = partial(kernels.linear_quantized, x, weight)
-        seconds = _median_seconds(backend, stream, multiply)
+        seconds = _seconds_of(backend, stream, multiply)
         best = max(best, 2 * size * columns * rows / seconds)
         if seconds > _LONG_PRODUCT_S:
             break
     return best
 
 
-def _median_seconds(backend: Backend, stream: Stream, work: Callable[[], object]) -> float:
+def _seconds_of(backend: Backend, stream: Stream, work: Callable[[], object]) -> float:
     def enqueue() -> None:
         with backend.on(stream):
             work()
 
-    seconds = [seconds_on_stream(backend, stream, enqueue) for _ in range(_REPEATS + 1)]
-    return statistics.median(seconds[1:])  # the first run warms up
+    return median_seconds(backend, stream, enqueue, _REPEATS)
+
+
+def median_seconds(backend: Backend, stream: Stream, enqueue: Callable[[], object], repeats: int) -> float:
+    """Return the median of ``repeats`` times of :func:`seconds_on_stream`, after a run that warms up."""
+    return statistics.median([seconds_on_stream(backend, stream, enqueue) for _ in range(repeats + 1)][1:])
 
 
 def seconds_on_stream(backend: Backend, stream: Stream, enqueue: Callable[[], object]) -> float:
@@ -147,3 +161,146 @@ def seconds_on_stream(backend: Backend, stream: Stream, enqueue: Callable[[], ob
     stream.record(end)
     stream.synchronize()
     return start.elapsed_ms(end) / 1e3
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def collective_seconds(group: Group, kind: str, rows: int, width: int, dtype: torch.dtype) -> float:
+    """Return the seconds of a call by the group's best implementation, in a graph if collectives can be captured."""
+    stream = group.backend.create_stream("collectives")
+    work, check = _implementation(group, stream, kind, rows, width, dtype, fused=kind == "all_reduce_rms_norm")
+    check()
+    return _microseconds(group, stream, work)[0] / 1e6
+
+
+def measure_collectives(
+    rank: RankHandle, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str
+) -> dict[str, Any]:
+    """Return the measured rows of the table, timed by this rank's clock. Every rank calls this function at the same time."""
+    backend = rank.backend
+    group = backend.create_group("bench", ranks=range(rank.size), rank=rank.index, store=rank.store)
+    stream = backend.create_stream("bench")
+    rows = []
+    try:
+        for kind in kinds:
+            for count in tokens:
+                for way, work, check in _implementations(group, stream, kind, count, width, getattr(torch, dtype)):
+                    check()
+                    median, captured = _microseconds(group, stream, work)
+                    rows.append({"kind": kind, "tokens": count, "way": way, "us": median, "in_graph": captured})
+    finally:
+        backend.synchronize()
+        group.close()
+    return {
+        "rows": rows,
+        "device": str(backend.device),
+        "backend": backend.name,
+        "versions": dict(backend.versions()),
+        "bytes_per_token": width * getattr(torch, dtype).itemsize,
+    }
+
+
+def _implementations(
+    group: Group, stream: Stream, kind: str, tokens: int, width: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
+    """Yield (name, call, check) for each implementation of a collective; fused kernels come last, then their choice."""
+    kernels = group.backend.kernels_in_use
+    first, *others = group.implementations
+    has_others = kind in ("all_reduce", "all_reduce_rms_norm", "all_gather", "broadcast")
+    is_fused = kind == "all_reduce_rms_norm" and type(kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm
+    for way in (first, *(others if has_others else [])):
+        group.restrict_implementations(way)
+        yield way, *_implementation(group, stream, kind, tokens, width, dtype, fused=False)
+    for way in others if is_fused else []:
+        group.restrict_implementations(way)
+        yield f"{_FUSED}, {way}", *_implementation(group, stream, kind, tokens, width, dtype, fused=True)
+    group.restrict_implementations(*group.implementations)
+    if is_fused:
+        yield _FUSED, *_implementation(group, stream, kind, tokens, width, dtype, fused=True)
+
+
+def _implementation(
+    group: Group, stream: Stream, kind: str, tokens: int, width: int, dtype: torch.dtype, *, fused: bool
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    backend, size, rank = group.backend, group.size, group.rank
+    device, kernels = backend.device, backend.kernels_in_use
+    with backend.on(stream):
+        x = torch.zeros((tokens, width), dtype=dtype, device=device)
+        every = torch.zeros((size, tokens, width), dtype=dtype, device=device)
+        part = torch.zeros_like(every)
+        residual, weight = torch.zeros_like(x), torch.ones(width, dtype=dtype, device=device)
+
+    def all_reduce_rms_norm() -> None:
+        with backend.on(stream):
+            if fused:
+                kernels.all_reduce_rms_norm(x, residual, weight, _EPS, group=group, stream=stream)
+            else:
+                group.all_reduce(x, stream=stream)
+                kernels.add_rms_norm(x, residual, weight, _EPS)
+
+    def send() -> None:
+        if rank == 0:
+            group.send(x, to=1, stream=stream)
+        elif rank == 1:
+            group.receive(x, source=0, stream=stream)
+
+    works: dict[str, tuple[Callable[[], None], Callable[[], Tensor], Callable[[], Any]]] = {
+        "all_reduce": (lambda: group.all_reduce(x, stream=stream), lambda: x, lambda: sum(range(1, size + 1))),
+        "all_reduce_rms_norm": (all_reduce_rms_norm, lambda: residual, lambda: sum(range(1, size + 1))),
+        "all_gather": (lambda: group.all_gather(every, x, stream=stream), lambda: every[-1], lambda: size),
+        "reduce_scatter": (
+            lambda: group.reduce_scatter(x, every, stream=stream, reduction=Reduction.SUM),
+            lambda: x,
+            lambda: sum(range(1, size + 1)),
+        ),
+        "broadcast": (lambda: group.broadcast(x, root=size - 1, stream=stream), lambda: x, lambda: size),
+        "all_to_all": (lambda: group.all_to_all(part, every, stream=stream), lambda: part[-1], lambda: size),
+        "send": (send, lambda: x, lambda: 1 if rank < 2 else rank + 1),
+    }
+    work, made, expected = works[kind]
+
+    def check() -> None:
+        with backend.on(stream):
+            x.fill_(rank + 1)
+            every.fill_(rank + 1)
+            residual.zero_()
+        work()
+        stream.synchronize()
+        if kind != "send" or size > 1:
+            found = made().float()
+            if not bool((found == expected()).all()):
+                raise OutriderError(
+                    f"{kind} of {tokens} x {width} {dtype} gave {found.flatten()[:4].tolist()} on rank {rank}"
+                )
+        with backend.on(stream):
+            for tensor in (x, every, residual):
+                tensor.zero_()  # so that nothing overflows over many calls
+        stream.synchronize()
+
+    return work, check
+
+
+def _microseconds(group: Group, stream: Stream, work: Callable[[], None]) -> tuple[float, bool]:
+    """Return the microseconds of one call, the median of 9 runs, and True if they were replayed as a graph."""
+    backend = group.backend
+    captured = backend.capabilities.captures_graphs and backend.capabilities.captures_collectives
+    calls = _CAPTURED_CALLS if captured else _EAGER_CALLS
+
+    def repeat_call(context: object = None) -> None:
+        del context
+        for _ in range(calls):
+            work()
+
+    enqueue: Callable[[], object] = repeat_call
+    if captured:
+        graph = backend.capture("collectives", repeat_call, stream=stream, inputs={}, outputs={})
+        enqueue = partial(graph.replay, stream)
+    seconds = []
+    for _ in range(_COLLECTIVE_REPEATS + 1):
+        stream.synchronize()
+        with backend.on(stream):
+            gate = torch.zeros(1, device=backend.device)
+        group.all_reduce(gate, stream=stream)  # all ranks begin together
+        seconds.append(seconds_on_stream(backend, stream, enqueue))
+    return 1e6 * statistics.median(seconds[1:]) / calls, captured  # the first run warms up

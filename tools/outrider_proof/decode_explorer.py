@@ -142,8 +142,8 @@ class DecodeExplorer:
         self._model, self._vision = self._subject.load(backend)
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
-        self.pace = OverlapMonitor()
-        self.paced = True
+        self.monitor = OverlapMonitor()
+        self.checks_overlap = True
         """True if lost overlap, lost batching or a row freed too early fails a run."""
 
     def program(self, seed: int) -> HostProgram:
@@ -182,8 +182,8 @@ class DecodeExplorer:
         with watching(backend, rows_apart=False) as sanitizer:
             self.findings = sanitizer.report
             self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
-            self.pace = OverlapMonitor()
-            stop = self.pace.observe(backend)
+            self.monitor = OverlapMonitor()
+            stop = self.monitor.observe(backend)
             problem: Exception | None = None
             try:
                 self._serve(program, expected)
@@ -194,8 +194,8 @@ class DecodeExplorer:
                 stop()
         # A race explains wrong tokens, so the race is the error.
         self.findings.raise_if_any()
-        if self.paced:
-            self.pace.raise_if_any(problem)
+        if self.checks_overlap:
+            self.monitor.raise_if_any(problem)
         if problem is not None:
             raise problem
 
@@ -225,13 +225,13 @@ class DecodeExplorer:
         )
         proposer = build_proposer(self._speculate, options)
         engine = program.engine(self._model, self.backend, proposer, config, wrap_fence=self.wrap, vision=self._vision)
-        self.pace.watch(engine, overlap=True)
+        self.monitor.watch(engine, overlap=True)
         return engine
 
     def wrap(self, fence: Fence) -> Fence:
         """Wrap a fence for the log and the overlap monitor; the engine's ``wrap_fence``."""
         assert self.log is not None
-        return self.pace.wrap(self.log.wrap(fence))
+        return self.monitor.wrap(self.log.wrap(fence))
 
     def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
         """Serve all requests of the program and compare their tokens. Raises :class:`WrongTokens`."""

@@ -20,6 +20,7 @@ from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
 from outrider_proof.decode_explorer import PARAMETER_FENCES, DecodeExplorer
 from outrider_proof.decode_program import HostProgram
+from outrider_proof.rank_exploration import EVERY
 from outrider_sanitizer.scripts import SIMULATED
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from outrider_sanitizer.races import Race
 
 DECODE = "decode"
-EVERY = "every"
 ITERATIONS = 100
 """Default number of schedules that an exploration tries."""
 _PROGRAM_ORDER = "program"
@@ -310,14 +310,13 @@ def explore_corpus(
 
 def _programs_on_devices(registry: Registry, backend: str | None) -> Iterator[tuple[Race, ControllableDevice]]:
     from outrider_sanitizer.races import RACES
+    from outrider_sanitizer.races.race import control_of
 
     waiting = dict(RACES)
     # Open one device at a time: a tensor created outside every stream scope belongs to the device opened last.
     for spec in (backend,) if backend else _DEVICES:
         device = registry.create(spec)
-        control = device.control
-        if control is None:
-            raise CapabilityError(f"{device.label} decides its schedules itself; explore needs one such as 'sim'")
+        control = control_of(device)
         for race in list(waiting.values()):
             if not race.needs or getattr(device.capabilities, race.needs):
                 del waiting[race.name]

@@ -63,7 +63,7 @@ class FenceLog:
 
     def wrap(self, fence: Fence) -> Fence:
         """Return a recording fence around ``fence``; pass this method as the engine's ``wrap_fence``."""
-        return _Noted(fence, self)
+        return _LoggedFence(fence, self)
 
     def implied(self, first: tuple[str, int], second: tuple[str, int]) -> tuple[str, ...]:
         """Return each fence that, if carried out, orders operation ``first`` (stream, index) before ``second``.
@@ -128,7 +128,7 @@ class WrappedFence(Fence):
         return self._inner.done()
 
 
-class _Noted(WrappedFence):
+class _LoggedFence(WrappedFence):
     """A fence that records each call in the log, and skips the dropped half."""
 
     def __init__(self, inner: Fence, log: FenceLog) -> None:

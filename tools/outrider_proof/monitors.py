@@ -165,7 +165,7 @@ class OverlapMonitor:
 
     def wrap(self, fence: Fence) -> Fence:
         """Return a fence around ``fence`` that reports its name to the monitor during a host wait."""
-        return _Named(fence, self)
+        return _MonitoredFence(fence, self)
 
     def watch(self, engine: Engine, *, overlap: bool) -> None:
         """Watch ``engine`` from now on; ``overlap`` expects it to launch ahead."""
@@ -218,8 +218,8 @@ class OverlapMonitor:
 class _WatchedLoop:
     """The monitor's record of one engine's batches, launches and freed rows."""
 
-    def __init__(self, pace: OverlapMonitor, loop: Loop, overlap: bool, depth: int) -> None:
-        self._pace, self._loop, self._overlap, self._depth = pace, loop, overlap, depth
+    def __init__(self, monitor: OverlapMonitor, loop: Loop, overlap: bool, depth: int) -> None:
+        self._monitor, self._loop, self._overlap, self._depth = monitor, loop, overlap, depth
         self._followed = False  # the iteration before this one is to be in flight still
         self._wrap_method(loop.scheduler, "next_batch", self._next_batch)
         self._wrap_method(loop.scheduler, "_release", self._release)
@@ -259,7 +259,7 @@ class _WatchedLoop:
             self._followed = False
         left_out = [request.id for request in self._loop.scheduler.running if self._left_out(request, batch)]
         if left_out:
-            self._pace.note(
+            self._monitor.note(
                 LostBatching(
                     f"requests {left_out} run, have their context, and aren't in the batch; expected: all in one batch"
                 )
@@ -268,7 +268,7 @@ class _WatchedLoop:
 
     def _release(self, original: Callable[[Request], None], request: Request) -> None:
         if request.in_flight:
-            self._pace.note(
+            self._monitor.note(
                 FreedInFlight(
                     f"request {request.id} gave row {request.row} back with {request.in_flight} iterations in flight; "
                     "expected: none"
@@ -288,27 +288,27 @@ class _WatchedLoop:
         return unsure and request.finish_reason is None and request.prefilled >= len(request.context)
 
     def _launch(self, original: Callable[[Batch], PendingResult], batch: Batch) -> PendingResult:
-        pace = self._pace
+        monitor = self._monitor
         if self._overlap and self._followed and not batch.is_guided and not self._loop._in_flight:
-            pace.note(LostOverlap("the results of an iteration were handled before the next one was launched"))
-        pace.launches += 1
-        pace.ran_ahead += bool(self._loop._in_flight)
+            monitor.note(LostOverlap("the results of an iteration were handled before the next one was launched"))
+        monitor.launches += 1
+        monitor.ran_ahead += bool(self._loop._in_flight)
         # A vision tower of transformers reads the sizes of images on the host.
-        pace._launching = all(chunk.request.media is None for chunk in batch.prefill)
+        monitor._launching = all(chunk.request.media is None for chunk in batch.prefill)
         try:
             ticket = original(batch)
         finally:
-            pace._launching = False
+            monitor._launching = False
         self._followed = not batch.is_guided
         return ticket
 
 
-class _Named(WrappedFence):
+class _MonitoredFence(WrappedFence):
     """A fence that reports its name to the monitor during a host wait."""
 
-    def __init__(self, inner: Fence, pace: OverlapMonitor) -> None:
+    def __init__(self, inner: Fence, monitor: OverlapMonitor) -> None:
         super().__init__(inner)
-        self._pace = pace
+        self._monitor = monitor
 
     def wait_host(self) -> None:
         """Wait on the host under the name of the fence."""
@@ -319,8 +319,8 @@ class _Named(WrappedFence):
         return self._passing(lambda: self._inner.wait_host_within(seconds))
 
     def _passing(self, wait: Callable[[], _R]) -> _R:
-        self._pace._passing = self.name.split("[")[0]
+        self._monitor._passing = self.name.split("[")[0]
         try:
             return wait()
         finally:
-            self._pace._passing = None
+            self._monitor._passing = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,6 @@ TOLERATED = ("tie", "ulp", "slow", "memory")
 """Names of the divergences that the engine must tolerate."""
 NAMED = ("abort", "length", "bucket")
 """Names of the divergences that the sanitizer must find and name."""
-MODES = ("staged", "graphs", "fused")
 IMAGE_PROPOSERS = ("ngram, images", "eagle, images")
 """Proposers of the tiny vision-language model."""
 HYBRID_PROPOSERS = ("none", "ngram", "suffix", "draft-model", "mtp-chain", "eagle, untrained")
@@ -123,7 +122,7 @@ def layouts(ranks: int) -> list[tuple[int, int]]:
 
 def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     """Return the random setup of program ``seed``."""
-    from outrider_proof.engine_setups import MIXTURE, WIDE_HYBRID
+    from outrider_proof.engine_setups import MIXTURE, MODES, WIDE_HYBRID
     from outrider_proof.proposers import MAKERS
 
     rng = random.Random(f"ranks {seed}")
@@ -165,33 +164,6 @@ class OneServing(Serving):
         self._moves[index].pop(0)
         self._place(index, side, self._engines[side].take_over(handed))
         self.moved += 1
-
-
-@dataclass
-class RankProgramResult:
-    """The result of running one program on several ranks."""
-
-    setup: RankSetup
-    number: int
-    error: str = ""
-    """Class name of the error; empty if the program passed."""
-    text: str = ""
-    """Message of the error; empty if the program passed."""
-    named: str = ""
-    """The decision in which the ranks first differ, as the sanitizer names it."""
-    schedule: str = ""
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-compatible values."""
-        return {
-            "setup": str(self.setup),
-            "number": self.number,
-            "error": self.error or None,
-            "message": self.text or None,
-            "named": self.named or None,
-            "schedule": self.schedule or None,
-        } | self.counts
 
 
 class RankExplorer:
@@ -324,26 +296,17 @@ def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) ->
     ``explorer`` provides open devices; None opens new ones.
     """
     from outrider_proof.engine_setups import random_host_program
-    from outrider_sanitizer.races import decision_named
 
     if wanted.inject is not None and wanted.inject not in (*TOLERATED, *NAMED):
         raise ConfigError(f"--inject {wanted.inject} on the engine: expected one of {', '.join((*TOLERATED, *NAMED))}")
     explorer = explorer or RankExplorer(wanted.registry)
-    outcomes: list[RankProgramResult] = []
+    outcomes: list[dict[str, Any]] = []
     began = time.monotonic()
     failed = False
     for number in range(wanted.seed, wanted.seed + wanted.iterations):
-        setup, program = random_rank_setup(number, wanted), random_host_program(number)
-        outcome = RankProgramResult(setup, number)
-        backends = explorer.devices(setup, wanted.inject)
-        error = _once(explorer, backends[0], outcome, program, wanted)
-        outcomes.append(outcome)
-        if error is not None:
-            outcome.error, outcome.text = type(error).__name__, str(error)
-            if error.__cause__ is not None:
-                outcome.text += f"\nthe run ended with {type(error.__cause__).__name__}: {error.__cause__}"
-            outcome.named = decision_named(explorer.report) if explorer.report is not None else ""
-            failed = True
+        outcomes.append(_run_once(explorer, random_rank_setup(number, wanted), number, random_host_program(number), wanted))
+        failed = outcomes[-1]["error"] is not None
+        if failed:
             break
     data = {
         "program": "ranks",
@@ -353,27 +316,45 @@ def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) ->
         "runs": len(outcomes),
         "failed": failed,
         "seconds": round(time.monotonic() - began, 1),
-        "outcomes": [outcome.as_dict() for outcome in outcomes],
+        "outcomes": outcomes,
     }
     return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=1 if failed else 0)
 
 
-def _once(
-    explorer: RankExplorer, backend: Backend, outcome: RankProgramResult, program: HostProgram, wanted: RanksWanted
-) -> BaseException | None:
-    """Run a program once and return its error, or None. The order is random, or program order with an injected divergence."""
+def _run_once(
+    explorer: RankExplorer, setup: RankSetup, number: int, program: HostProgram, wanted: RanksWanted
+) -> dict[str, Any]:
+    """Run a program once and return its row of the report. The order is random, or program order with an injected divergence.
+
+    ``error`` is the class of the error and ``named`` the decision in which the ranks first differ, as the sanitizer names it;
+    both are None if the program passed. The counts are those of :meth:`RankExplorer.run_program`.
+    """
+    from outrider_sanitizer.races import decision_named
     from outrider_sanitizer.races.race import control_of
     from outrider_sim.exploration import run_once
     from outrider_sim.strategies import make_strategy
 
-    def run(_: object) -> None:
-        outcome.counts.update(explorer.run_program(outcome.setup, program, inject=wanted.inject))
+    counts: dict[str, int] = {}
 
-    seed = outcome.number + _SCHEDULE_SEED_STRIDE * wanted.schedule
-    chosen = make_strategy(wanted.strategy if wanted.inject is None else "program", seed, {})
-    error = run_once(backend, run, chosen)  # type: ignore[arg-type]
-    outcome.schedule = "" if error is None else control_of(backend).schedule()
-    return error
+    def run(_: object) -> None:
+        counts.update(explorer.run_program(setup, program, inject=wanted.inject))
+
+    backend: Any = explorer.devices(setup, wanted.inject)[0]
+    seed = number + _SCHEDULE_SEED_STRIDE * wanted.schedule
+    error = run_once(backend, run, make_strategy(wanted.strategy if wanted.inject is None else "program", seed, {}))
+    row = {"setup": str(setup), "number": number, **dict.fromkeys(("error", "message", "named", "schedule")), **counts}
+    if error is None:
+        return row
+    cause = error.__cause__
+    ended = "" if cause is None else f"\nthe run ended with {type(cause).__name__}: {cause}"
+    named = decision_named(explorer.report) if explorer.report is not None else ""
+    schedule = control_of(backend).schedule()
+    return row | {
+        "error": type(error).__name__,
+        "message": f"{error}{ended}" or None,
+        "named": named or None,
+        "schedule": schedule or None,
+    }
 
 
 def _render(console: Console, data: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ divergence and name its first different decision, and the corrected program must
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
@@ -79,39 +79,6 @@ def simulated_hosts(registry: Registry) -> DevicesOfRanks:
     return devices_of
 
 
-@dataclass(kw_only=True)
-class RankCorpusResult:
-    """The result of running one rank program of the corpus."""
-
-    race: RankRace
-    found: bool = False
-    decision: str = ""
-    findings: list[dict[str, Any]] = field(default_factory=list)
-    text: str = ""
-    error: dict[str, str] | None = None
-    runs: int = 0
-    alarm: str = ""
-
-    @property
-    def right(self) -> bool:
-        """True if the sanitizer found the fault and named its decision, and the corrected program was silent."""
-        return self.found and not self.alarm
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-compatible values."""
-        return {
-            "program": self.race.name,
-            "class": self.race.category,
-            "inject": self.race.inject,
-            "found": self.found,
-            "decision": self.decision,
-            "findings": self.findings,
-            "error": self.error,
-            "corrected_runs": self.runs,
-            "alarm": self.alarm or None,
-        }
-
-
 def explore_ranks(wanted: RanksWanted) -> CommandReport:
     """Run ``outrider explore ranks``; the exit code is 0 if every result is as expected."""
     if wanted.ranks < 2:
@@ -124,26 +91,28 @@ def explore_ranks(wanted: RanksWanted) -> CommandReport:
     devices = simulated_hosts(wanted.registry)
     chosen = [] if wanted.inject is None else _chosen(wanted.inject)
     if wanted.inject not in (None, EVERY) and len(chosen) == 1 and not wanted.corrected:
-        return _one(_wrong(devices, chosen[0], wanted), wanted)
+        return _explore_one(devices, chosen[0], wanted)
     began = time.monotonic()
     from outrider_sanitizer.races import RANK_RACES
+    from outrider_sanitizer.report import Report
 
-    rows = [_wrong(devices, race, wanted) for race in chosen] or [RankCorpusResult(race=race) for race in RANK_RACES.values()]
+    races = chosen or list(RANK_RACES.values())
+    rows = [_row(race, *(_run_wrong(devices, race, wanted) if chosen else (None, Report()))) for race in races]
     for number in range(wanted.iterations):
-        row = rows[number % len(rows)]
-        if not row.alarm:
-            row.alarm = _alarm(devices, row.race, wanted, wanted.seed + number // len(rows))
-            row.runs += 1
-    right = all((row.right or not chosen) and not row.alarm for row in rows)
+        race, row = races[number % len(rows)], rows[number % len(rows)]
+        if not row["alarm"]:
+            row["alarm"] = _alarm(devices, race, wanted, wanted.seed + number // len(rows))
+            row["corrected_runs"] += 1
+    right = all((row["found"] or not chosen) and not row["alarm"] for row in rows)
     data = {
         "program": RANKS,
         "ranks": wanted.ranks,
         "inject": wanted.inject,
         "seed": wanted.seed,
-        "runs": sum(row.runs for row in rows),
+        "runs": sum(row["corrected_runs"] for row in rows),
         "right": right,
         "seconds": round(time.monotonic() - began, 1),
-        "programs": [row.as_dict() for row in rows],
+        "programs": rows,
     }
     return CommandReport(data=data, render=lambda console: _render(console, data, bool(chosen)), exit_code=0 if right else 1)
 
@@ -160,42 +129,49 @@ def _chosen(name: str) -> list[RankRace]:
     return found
 
 
-def _wrong(devices: DevicesOfRanks, race: RankRace, wanted: RanksWanted) -> RankCorpusResult:
-    """Run the corpus program with its fault once, in program order, and return its result."""
+def _row(race: RankRace, error: OutriderError | None, report: Findings) -> dict[str, Any]:
+    """Return a program's row of the report: the error and the findings of its run with the fault.
+
+    ``found``: the sanitizer found the fault and named its decision. The caller sets ``alarm``, the error of the corrected
+    program, and ``corrected_runs``.
+    """
     from outrider_sanitizer.races import decision_named
 
-    error, report = _run(devices(race, _ranks(race, wanted)), race, fixed=False)
-    kinds = {finding.kind for finding in report}
     named = decision_named(report)
-    return RankCorpusResult(
-        race=race,
-        found=race.kinds <= kinds and named == race.decision,
-        decision=named,
-        findings=[finding.as_dict() for finding in report],
-        text=str(report),
-        error=None if error is None else {"type": type(error).__name__, "message": str(error)},
-    )
+    return {
+        "program": race.name,
+        "class": race.category,
+        "inject": race.inject,
+        "found": race.kinds <= {finding.kind for finding in report} and named == race.decision,
+        "decision": named,
+        "findings": [finding.as_dict() for finding in report],
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
+        "corrected_runs": 0,
+        "alarm": None,
+    }
 
 
 def _ranks(race: RankRace, wanted: RanksWanted) -> int:
     return max(wanted.ranks, race.ranks)
 
 
-def _run(backends: Sequence[Backend], race: RankRace, *, fixed: bool) -> tuple[OutriderError | None, Findings]:
+def _run_wrong(devices: DevicesOfRanks, race: RankRace, wanted: RanksWanted) -> tuple[OutriderError | None, Findings]:
+    """Run the corpus program with its fault once, in program order, and return its error and the sanitizer's report."""
     from outrider_sanitizer import watch_ranks
     from outrider_sanitizer.races.race import control_of
 
+    backends = devices(race, _ranks(race, wanted))
     control_of(backends[0]).reset()
     with watch_ranks(backends) as report:
         try:
-            race.run_race(backends, fixed=fixed)
+            race.run_race(backends, fixed=False)
         except OutriderError as error:
             return error, report
     return None, report
 
 
-def _alarm(devices: DevicesOfRanks, race: RankRace, wanted: RanksWanted, seed: int) -> str:
-    """Run the corrected program under one random schedule and return its error, or an empty string."""
+def _alarm(devices: DevicesOfRanks, race: RankRace, wanted: RanksWanted, seed: int) -> str | None:
+    """Run the corrected program under one random schedule and return its error, or None."""
     from outrider_sanitizer import watch_ranks
     from outrider_sanitizer.races.race import control_of
 
@@ -207,24 +183,25 @@ def _alarm(devices: DevicesOfRanks, race: RankRace, wanted: RanksWanted, seed: i
         report.raise_if_any()
 
     found = control_of(backends[0]).explore(program, strategy=wanted.strategy, iterations=1, seed=seed)
-    return "" if found.failure is None else f"{found.failure.error} (schedule {found.failure.schedule}, seed {seed})"
+    return None if found.failure is None else f"{found.failure.error} (schedule {found.failure.schedule}, seed {seed})"
 
 
 # -- for people ---------------------------------------------------------------------------------------------------------
 
 
-def _one(row: RankCorpusResult, wanted: RanksWanted) -> CommandReport:
-    """Report the result of one injected divergence like that of a failing program."""
+def _explore_one(devices: DevicesOfRanks, race: RankRace, wanted: RanksWanted) -> CommandReport:
+    """Run one injected divergence and report it like a failing program."""
+    error, report = _run_wrong(devices, race, wanted)
 
     def render(console: Console) -> None:
-        console.print(Text(f"{row.race.name} on {_ranks(row.race, wanted)} ranks: {row.race.about}", style="bold"))
-        console.print(row.text, markup=False, highlight=False)
-        if row.error is not None:
-            console.print(Text(f"it ended with {row.error['type']}", style="bold red"))
-            console.print(row.error["message"], markup=False, highlight=False)
-        console.print(f"corrected: outrider explore ranks --inject {row.race.name} --corrected", markup=False)
+        console.print(Text(f"{race.name} on {_ranks(race, wanted)} ranks: {race.about}", style="bold"))
+        console.print(str(report), markup=False, highlight=False)
+        if error is not None:
+            console.print(Text(f"it ended with {type(error).__name__}", style="bold red"))
+            console.print(str(error), markup=False, highlight=False)
+        console.print(f"corrected: outrider explore ranks --inject {race.name} --corrected", markup=False)
 
-    data = {"program": RANKS, "ranks": wanted.ranks, "inject": wanted.inject, **row.as_dict()}
+    data = {"program": RANKS, "ranks": wanted.ranks, "inject": wanted.inject, **_row(race, error, report)}
     return CommandReport(data=data, render=render, exit_code=1)
 
 

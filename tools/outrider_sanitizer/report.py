@@ -176,7 +176,7 @@ class Report:
 
     backend: str = ""
     blind_spots: list[str] = field(default_factory=list)
-    advice: list[Any] = field(default_factory=list)
+    advice: list[Advice] = field(default_factory=list)
     operations: int = 0
     streams: int = 0
     replays: int = 0
@@ -228,7 +228,7 @@ class Report:
             "replays": self.replays,
             "findings": [finding.as_dict() for finding in self.findings],
             "left_out": self.left_out,
-            "advice": [item.as_dict() for item in self.advice],
+            "advice": [asdict(item) for item in self.advice],
             "blind_spots": list(self.blind_spots),
         }
 
@@ -267,10 +267,6 @@ class Advice:
     event: str
     location: str
     count: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-compatible values."""
-        return {name: getattr(self, name) for name in Advice.__slots__}
 
     def __str__(self) -> str:
         return (

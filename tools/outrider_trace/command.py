@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,7 +89,7 @@ def trace(
         "operations": timeline.num_operations,
         "streams": list(timeline.spans),
         "end_us": timeline.end_time,
-        "waits": [cost.as_dict() for cost in costs],
+        "waits": [asdict(cost) for cost in costs],
         "script_exit_code": ended.exit_code,
         "script_error": ended.failure or None,
     }

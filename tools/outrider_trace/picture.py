@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from outrider_trace.timeline import OperationSpan, Timeline, WaitArrow
-
-if TYPE_CHECKING:
-    from outrider_trace.timeline import FenceMark, Timeline
-
+from outrider_trace.timeline import FenceMark, OperationSpan, Timeline, WaitArrow
 
 StageFence = tuple[str, bool]
 """The start or the end of a stage on a stream: a fence, and True if the stream waits for it there, False if it records it."""

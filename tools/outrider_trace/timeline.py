@@ -81,10 +81,6 @@ class WaitCost:
     critical_us: float
     """Microseconds of ``stall_us`` on the critical path, which determines the end of the run."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data for JSON."""
-        return {name: getattr(self, name) for name in WaitCost.__slots__}
-
 
 @dataclass
 class Timeline:
@@ -264,17 +260,10 @@ class _Recorder(TimedObserver):
 class _SimulatedRecorder(_Recorder):
     """The recorder for simulated devices, which report when each operation ran."""
 
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
-        self._graph = 0
-
     def launched(self, operation: Operation) -> None:
         if self.backend.active_capture is None:
             with self.lock:
                 self.num_launched[operation.stream] = self.num_launched.get(operation.stream, 0) + 1
-
-    def capture_ended(self, graph: Graph, failed: bool) -> None:
-        del graph, failed
 
     def ran(self, operation: Operation | None, name: str, stream: str, index: int, start_us: float, end_us: float) -> None:
         del index

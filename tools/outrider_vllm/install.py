@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import BackendLoadError
@@ -16,20 +17,13 @@ VLLM_VERSION = "0.33.0"
 """The vLLM version that this package supports."""
 
 
-class _InstallState:
-    """The state of this process: vLLM and Triton can be changed only once in a process."""
-
-    launches: InterpretedLaunches | None = None
-
-
+@cache
 def install() -> InterpretedLaunches:
-    """Install the simulated device in vLLM: Triton's interpreter, the names of `torch.cuda` and the platform. Idempotent.
+    """Install the simulated device in vLLM: Triton's interpreter, the names of `torch.cuda` and the platform.
 
-    A backend `sim` must exist. Raises `BackendLoadError` if vLLM or Triton has been imported, or if vLLM has another
-    version. Returns the object that runs the Triton kernels.
+    Returns the object that runs the Triton kernels; further calls in the process return the same object. A backend `sim` must
+    exist. Raises `BackendLoadError` if vLLM or Triton has been imported, or if vLLM has another version.
     """
-    if _InstallState.launches is not None:
-        return _InstallState.launches
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -48,11 +42,11 @@ def install() -> InterpretedLaunches:
         os.environ.setdefault(name, "1")
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
         os.environ.setdefault(name, {"VLLM_NO_USAGE_STATS": "1"}.get(name, "0"))
-    _InstallState.launches = install_triton()
+    launches = install_triton()
     from outrider_vllm.torch_cuda import install_names
 
-    install_names(_InstallState.launches.host_address)
-    return _InstallState.launches
+    install_names(launches.host_address)
+    return launches
 
 
 def install_triton() -> InterpretedLaunches:
@@ -84,4 +78,4 @@ def platform() -> str | None:
 
     vLLM calls this plugin of the entry-point group `vllm.platform_plugins`.
     """
-    return None if _InstallState.launches is None else "outrider_vllm.platform.SimPlatform"
+    return "outrider_vllm.platform.SimPlatform" if install.cache_info().currsize else None

@@ -8,8 +8,7 @@ kernel reached through a table of addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,27 +132,26 @@ def _storage_accesses(
     return range_accesses(whole, (starts, ends[numpy.concatenate((largest_gaps, [-1]))]))
 
 
-class AccessRecorder:
-    """A wrapper of the loads, stores and atomics of Triton's interpreter, which records them for the running launch.
+class InterpretedLaunches:
+    """The interpreted launches of Triton kernels of this process. It replaces `InterpretedFunction.run`.
 
-    `builder` is the interpreter's builder, whose methods are replaced.
+    `executor` is Triton's grid executor. The loads, stores and atomics of the interpreter's `builder` are replaced by methods
+    that record them for the running launch.
     """
 
-    def __init__(self, builder: Any) -> None:
+    def __init__(self, executor: Callable[..., Any], builder: Any) -> None:
+        self.executor = executor
+        self.counts: dict[str, int] = {}
+        """Number of launches by kernel."""
+        self.unknown_accesses: dict[str, int] = {}
+        """Number of accessed address ranges outside known memory, by kernel. The sanitizer doesn't see these accesses."""
+        self._in_tables: dict[int, StorageRange] = {}
+        """Storages whose addresses may be in tables of addresses, by base address."""
         self._current: RecordedAccesses | None = None
         for name, write in (("create_masked_load", False), ("create_masked_store", True)):
             setattr(builder, name, self._recorded(getattr(builder, name), (write,), mask=1 + write))
         builder.create_atomic_rmw = self._recorded(builder.create_atomic_rmw, (False, True), pointer=1, mask=3)
         builder.create_atomic_cas = self._recorded(builder.create_atomic_cas, (False, True), mask=None)
-
-    @contextmanager
-    def recording(self, touched: RecordedAccesses) -> Generator[None]:
-        """Record the interpreter's accesses in `touched` for the duration of the context."""
-        outer, self._current = self._current, touched
-        try:
-            yield
-        finally:
-            self._current = outer
 
     def _recorded(
         self, method: Callable[..., Any], directions: tuple[bool, ...], *, pointer: int = 0, mask: int | None
@@ -173,23 +171,6 @@ class AccessRecorder:
             return method(*args)
 
         return record_and_call
-
-
-class InterpretedLaunches:
-    """The interpreted launches of Triton kernels of this process. It replaces `InterpretedFunction.run`.
-
-    `executor` is Triton's grid executor. Loads and stores go through the interpreter's `builder`, which is observed.
-    """
-
-    def __init__(self, executor: Callable[..., Any], builder: Any) -> None:
-        self.executor = executor
-        self.recorder = AccessRecorder(builder)
-        self.counts: dict[str, int] = {}
-        """Number of launches by kernel."""
-        self.unknown_accesses: dict[str, int] = {}
-        """Number of accessed address ranges outside known memory, by kernel. The sanitizer doesn't see these accesses."""
-        self._in_tables: dict[int, StorageRange] = {}
-        """Storages whose addresses may be in tables of addresses, by base address."""
 
     def host_address(self, tensor: SimTensor) -> int:
         """Return the host address of a tensor, and register its storage: a kernel may load the address from a table."""
@@ -229,11 +210,14 @@ class InterpretedLaunches:
         sizes = tuple(int(n) for n in (grid if isinstance(grid, tuple | list) else (grid,)))
         if 0 in sizes:
             return
-        executor, recorder, recorded_accesses = self.executor, self.recorder, RecordedAccesses()
+        recorded_accesses = RecordedAccesses()
 
         def run_kernel() -> None:
-            with recorder.recording(recorded_accesses):
-                executor(rewritten, names, sizes)(**hosts)
+            outer, self._current = self._current, recorded_accesses
+            try:
+                self.executor(rewritten, names, sizes)(**hosts)
+            finally:
+                self._current = outer
 
         def accesses() -> tuple[Access, ...]:
             known, nowhere = recorded_accesses.accesses({**self._in_tables, **operands}.values())

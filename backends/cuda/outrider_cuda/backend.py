@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from outrider.device import (
     StepMode,
     TorchDeviceBackend,
 )
-from outrider_triton.plugin import derived_kernels, tuned_kernels
+from outrider_triton.plugin import default_kernels
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -60,7 +61,7 @@ class CudaBackend(TorchDeviceBackend):
         kernels use earlier measurements.
         """
         capabilities = replace(CAPABILITIES, peer_memory=peers)
-        kernels = tuned_kernels if tuned else derived_kernels
+        kernels = partial(default_kernels, measured=tuned)
         super().__init__("cuda", "cuda", ordinal, capabilities=capabilities, kernels=kernels, speculative_sync=CudaSync)
 
     def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:

@@ -35,35 +35,26 @@ def backend_info() -> BackendInfo:
     """Describe the backend: usable if torch is built for CUDA and sees a device. Starts no device."""
     import torch
 
-    def info(*, usable: bool, reason: str = "", advice: str = "", count: int | None = None) -> BackendInfo:
-        return BackendInfo(
-            name="cuda",
-            description=DESCRIPTION,
-            priority=100,
-            usable=usable,
-            reason=reason,
-            advice=advice,
-            device_count=count,
-            options=OPTIONS,
-            cache_variables=("TRITON_CACHE_DIR",),
-            sanitizer_variables={"TORCH_CUDA_SANITIZER": "1"},
-            ci=CI,
-        )
-
+    reason = advice = ""
+    count = torch.cuda.device_count() if torch.version.cuda is not None else 0
     if torch.version.cuda is None:
-        return info(
-            usable=False,
-            reason=f"torch {torch.__version__} is built without CUDA",
-            advice="install a torch build for CUDA",
-        )
-    count = torch.cuda.device_count()
-    if count == 0:
-        return info(
-            usable=False,
-            reason="torch sees no CUDA device",
-            advice="check that the driver lists the device, and that CUDA_VISIBLE_DEVICES doesn't hide it",
-        )
-    return info(usable=True, count=count)
+        reason, advice = f"torch {torch.__version__} is built without CUDA", "install a torch build for CUDA"
+    elif not count:
+        reason = "torch sees no CUDA device"
+        advice = "check that the driver lists the device, and that CUDA_VISIBLE_DEVICES doesn't hide it"
+    return BackendInfo(
+        name="cuda",
+        description=DESCRIPTION,
+        priority=100,
+        usable=not reason,
+        reason=reason,
+        advice=advice,
+        device_count=count or None,
+        options=OPTIONS,
+        cache_variables=("TRITON_CACHE_DIR",),
+        sanitizer_variables={"TORCH_CUDA_SANITIZER": "1"},
+        ci=CI,
+    )
 
 
 @hookimpl

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,33 +14,6 @@ from outrider.device import BackendLoadError, Capabilities, KernelSet, Speculati
 
 # On MI350X and MI355X, a stream's wait for an event was measured to take longer than a host wait.
 _HOST_WAITS = frozenset({"gfx950"})
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """An AMD GPU architecture with its HIP features."""
-
-    name: str
-    """Name of the architecture in HIP, such as ``gfx942``."""
-    features: tuple[str, ...]
-    """Suffixes of HIP's full name, such as ``sramecc+``."""
-    wave_size: int
-    """Threads per wavefront: 64 on CDNA, 32 on RDNA."""
-
-    @property
-    def published_waiter(self) -> Waiter:
-        """The default for who waits for published lengths on this architecture: the host or a stream."""
-        return Waiter.HOST if self.name in _HOST_WAITS else Waiter.STREAM
-
-
-def parse_architecture(full_name: str, wave_size: int) -> Architecture:
-    """Parse HIP's full name of an architecture, such as ``gfx942:sramecc+:xnack-``."""
-    name, *features = full_name.split(":")
-    return Architecture(name, tuple(features), wave_size)
-
-
-COLLECTIVES = "nccl"
-"""Name of RCCL in torch.distributed."""
 
 CAPABILITIES = Capabilities(
     asynchronous=True,
@@ -85,7 +57,8 @@ class RocmSync(SpeculativeSync):
 
     def __init__(self, backend: RocmBackend, published: str, results: str) -> None:
         super().__init__(backend)
-        self.published_waiter = backend.architecture.published_waiter if published == "auto" else Waiter(published)
+        default = Waiter.HOST if backend.architecture in _HOST_WAITS else Waiter.STREAM
+        self.published_waiter = default if published == "auto" else Waiter(published)
         self.results_on_forward = results == "forward"
 
 
@@ -108,7 +81,9 @@ class RocmBackend(TorchDeviceBackend):
             speculative_sync=lambda backend: RocmSync(backend, published, results),
         )
         properties = self.module.get_device_properties(self.device)
-        self.architecture: Architecture = parse_architecture(properties.gcnArchName, properties.warp_size)
+        self.architecture = str(properties.gcnArchName).partition(":")[0]
+        """Name of the architecture in HIP, such as ``gfx942``, without suffixes of features."""
+        self._wave_size = int(properties.warp_size)
         _ = self.kernels  # created now, so that opening the backend reports a missing Triton
 
     def _new_graph(self) -> Any:
@@ -119,6 +94,6 @@ class RocmBackend(TorchDeviceBackend):
         return {
             **super().versions(),
             "hip": str(torch.version.hip),
-            "architecture": self.architecture.name,
-            "wave_size": str(self.architecture.wave_size),
+            "architecture": self.architecture,
+            "wave_size": str(self._wave_size),
         }

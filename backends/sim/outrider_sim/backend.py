@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -218,14 +218,6 @@ class SimBackend(Backend):
         self._dispatcher.has_several_devices = True
         self._dispatcher.current = self.sim
         self._dispatcher.thread_device.sim = self.sim
-
-    def current_rank(self) -> int:
-        """The rank of the device that belongs to the calling thread."""
-        return self._dispatcher.rank_device().machine.rank
-
-    def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Register functions that the dispatcher calls instead of the operators of the given names."""
-        self._dispatcher.handle_specially(handlers)
 
     # -- tools --------------------------------------------------------------------------------------------------------
 

@@ -72,11 +72,6 @@ class Schedule:
             self._after[delay.step] = delay.after
 
     @classmethod
-    def from_delays(cls, after: Mapping[ScheduleStep, ScheduleStep]) -> Schedule:
-        """Return the schedule in which each step that is a key of ``after`` waits for the step that is its value."""
-        return cls(Delay(step, other) for step, other in after.items())
-
-    @classmethod
     def parse(cls, text: str) -> Schedule:
         """Parse a schedule from the text that `str` returns. Raises `ConfigError` for other text."""
         text = text.strip()
@@ -116,10 +111,6 @@ class Schedule:
         """The delays as a mapping from each delayed step to the step that it waits for."""
         return self._after
 
-    def explain(self) -> list[str]:
-        """Return one readable sentence per delay."""
-        return [f"{d.step} runs after {d.after}, although the program enqueued it first" for d in self]
-
 
 def _parse_step(text: str, part: str) -> ScheduleStep:
     actor, dot, index = text.rpartition(".")
@@ -155,50 +146,35 @@ class Strategy:
         """Update the strategy's state after a run, also after a failed run."""
 
 
-class HostFirst(Strategy):
-    """A strategy in which the host runs first: streams run in program order, only while all host threads wait."""
+class FixedRanking(Strategy):
+    """A strategy with fixed ranks: it picks the candidate of the lowest rank, and among equals the oldest operation.
 
-    name = "lazy"
-    host_first = True
+    ``rank`` is a function of the name of a stream or host thread.
+    """
 
-    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """Pick the first host thread, or the oldest operation if none is ready."""
-        for i, actor in enumerate(candidates):
-            if actor.label.startswith("host"):
-                return i
-        return 0
-
-
-class Slowest(Strategy):
-    """A strategy with one slow stream, which runs only when no other stream or host thread can."""
-
-    name = "slowest"
-
-    def __init__(self, stream: str) -> None:
-        self.stream = stream
+    def __init__(self, name: str, rank: Callable[[str], int], *, host_first: bool = False) -> None:
+        self.name, self.host_first = name, host_first
+        self._rank = rank
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """Pick the first stream or host thread other than the slow stream."""
-        return 1 if candidates[0].label == self.stream else 0
+        """Pick the first candidate of the lowest rank."""
+        ranks = [self._rank(actor.label) for actor in candidates]
+        return ranks.index(min(ranks))
 
 
-class Fastest(Strategy):
-    """A strategy with one fast stream, which runs whenever possible; the others run only while all host threads wait."""
+def host_first() -> Strategy:
+    """Return the strategy in which streams run only while all host threads wait."""
+    return FixedRanking("lazy", lambda label: not label.startswith("host"), host_first=True)
 
-    name = "fastest"
 
-    def __init__(self, stream: str) -> None:
-        self.stream = stream
+def slowest(stream: str) -> Strategy:
+    """Return the strategy in which ``stream`` runs only when no other stream or host thread can."""
+    return FixedRanking("slowest", lambda label: label == stream)
 
-    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """Pick the fast stream, else a host thread, else the oldest operation."""
-        host = 0
-        for i, actor in enumerate(candidates):
-            if actor.label == self.stream:
-                return i
-            if not host and actor.label.startswith("host"):
-                host = i
-        return host
+
+def fastest(stream: str) -> Strategy:
+    """Return the strategy in which ``stream`` runs whenever possible, and other streams only while all host threads wait."""
+    return FixedRanking("fastest", lambda label: 0 if label == stream else 1 if label.startswith("host") else 2)
 
 
 class Random(Strategy):
@@ -311,15 +287,15 @@ def _mixed(options: Options, seed: int) -> Strategy:
     if seed == 0:
         return Strategy()
     if seed == 1:
-        return HostFirst()
+        return host_first()
     return Random(seed) if seed % 2 else PriorityStrategy(seed, integer(options, "d", 2, 1), integer(options, "k", 200, 1))
 
 
 MAKERS: Mapping[str, Callable[[Options, int], Strategy]] = {
     "program": lambda _, __: Strategy(),
-    "lazy": lambda _, __: HostFirst(),
-    "slowest": lambda o, _: Slowest(_stream(o)),
-    "fastest": lambda o, _: Fastest(_stream(o)),
+    "lazy": lambda _, __: host_first(),
+    "slowest": lambda o, _: slowest(_stream(o)),
+    "fastest": lambda o, _: fastest(_stream(o)),
     "random": lambda _, seed: Random(seed),
     "pct": lambda o, seed: PriorityStrategy(seed, integer(o, "d", 3, 1), integer(o, "k", 200, 1)),
     "exhaustive": lambda _, __: Exhaustive(),

@@ -124,7 +124,7 @@ def test_8_a_barrier_over_everything_costs_what_overlap_gains(sim):
 
     def time(change):
         explorer = Historical(sim, change=change, graphs=True)
-        explorer.paced = change is None
+        explorer.checks_overlap = change is None
         explorer.passes(TWO)
         return sim.control.virtual_time()
 

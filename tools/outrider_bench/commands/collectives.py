@@ -48,7 +48,7 @@ def collectives(
         raise CapabilityError(f"--ranks {ranks} needs as many devices, and backend {spec.name!r} has {count} here")
     work = {"kinds": chosen, "tokens": sizes, "width": width, "dtype": dtype}
     with TaskProcesses(str(spec), ranks) as processes:
-        found, *_ = processes.run_task("outrider_bench.limits:measure", work, limit_s=_LIMIT_S)
+        found, *_ = processes.run_task("outrider_bench.rates:measure_collectives", work, limit_s=_LIMIT_S)
     rows: list[dict[str, Any]] = found.pop("rows")
     libraries: dict[tuple[str, int], float] = {}
     for row in rows:

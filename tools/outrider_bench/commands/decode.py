@@ -262,7 +262,7 @@ def decode(
     spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, expert=expert_parallel, json_output=json_output)
     if spread_out is not None:
         return spread_out
-    from outrider_bench.limits import measure_collectives, quantized_weights
+    from outrider_bench.limits import collective_costs, quantized_weights
     from outrider_bench.rates import measure_rates
 
     joined = Joined(tensor_parallel, data_parallel, expert=expert_parallel)
@@ -272,7 +272,7 @@ def decode(
         context=max(lengths) + new_tokens,
         joined=joined,
     )
-    costs = measure_collectives(engine, sizes)
+    costs = collective_costs(engine, sizes)
     if engine.follows:
         with joined:
             engine.follow()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,7 +148,7 @@ def _cases(
 
 
 def _microseconds(device: Backend, stream: Stream, case: TimedKernelCase, kernels: KernelSet) -> float:
-    from outrider_bench.rates import seconds_on_stream
+    from outrider_bench.rates import median_seconds
 
     if case.planned is not None:
         with device.on(stream):
@@ -163,8 +162,7 @@ def _microseconds(device: Backend, stream: Stream, case: TimedKernelCase, kernel
             call(kernels, number)
 
     graph = device.capture(f"{case.kernel} {case.name}", work, stream=stream, inputs={}, outputs={})
-    times = [seconds_on_stream(device, stream, lambda: graph.replay(stream)) for _ in range(_REPLAYS + 1)]
-    return 1e6 * statistics.median(times[1:]) / _CALLS  # the first replay warms up
+    return 1e6 * median_seconds(device, stream, lambda: graph.replay(stream), _REPLAYS) / _CALLS
 
 
 def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]]) -> None:

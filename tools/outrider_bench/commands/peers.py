@@ -207,11 +207,7 @@ class PeerWorkOptions(RandomWeightOptions):
             lengths=tuple(parse_sizes(self.prefill_tokens)),
             prompt_batches=prompt_batches,
             contexts=tuple(parse_sizes(self.contexts)),
-            requests=mixed.requests,
-            seed=mixed.seed,
-            prompts=mixed.prompts,
-            outputs=mixed.outputs,
-            distribution=mixed.distribution,
+            load=mixed,
             max_requests=self.max_requests or concurrent,
             max_context=self.max_context,
             memory=self.memory or (0.85 if engines == 1 else round(0.9 / engines, 3)),
@@ -308,7 +304,8 @@ def peers(
     groups = _engine_groups(chosen, kinds, repeat)
     found = [each for group in groups for each in group]
     data: dict[str, object] = {
-        **asdict(work),
+        **{name: value for name, value in asdict(work).items() if name != "load"},
+        **asdict(work.load),
         "backend": str(spec),
         "quantized": work.quantized,
         "acceptance": describe_acceptance(work.accept_length, work.draft_tokens),

@@ -9,7 +9,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -206,7 +206,7 @@ def installed_versions() -> dict[str, str]:
 # -- the child process -------------------------------------------------------------------------------------------------
 
 
-def serve_runs(open_peer: Callable[[PeerWork, str, Path, Mapping[str, Any]], AbstractContextManager[Peer]]) -> None:
+def serve_runs(open_peer: Callable[[PeerWork, str, Path, Mapping[str, Any]], Peer]) -> None:
     """Open the engine, then answer each line of standard input with one line on standard output; a child process calls this.
 
     ``open_peer`` gets the work, the proposer, a directory for checkpoints, and all that the parent sent. The engine's own
@@ -223,13 +223,13 @@ def serve_runs(open_peer: Callable[[PeerWork, str, Path, Mapping[str, Any]], Abs
     began = time.perf_counter()
     try:
         work = PeerWork.from_json(given)
-        with open_peer(work, given["speculate"], Path(work.keep or given["scratch"]), given) as peer:
-            runs = PeerRuns(peer, work)
-            began += peer.tuned_s
-            taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}
-            say({"version": peer.version, "settings": peer.settings, "versions": installed_versions(), **taken})
-            for line in sys.stdin:
-                say(_measure(runs, json.loads(line)))
+        peer = open_peer(work, given["speculate"], Path(work.keep or given["scratch"]), given)
+        runs = PeerRuns(peer, work)
+        began += peer.tuned_s
+        taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}
+        say({"version": peer.version, "settings": peer.settings, "versions": installed_versions(), **taken})
+        for line in sys.stdin:
+            say(_measure(runs, json.loads(line)))
     except OutriderError as error:
         say({"failed": str(error)})
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +55,7 @@ class OutriderPeer(Peer):
         return None if needed is None else 1e3 * self._rates.limit_s(needed)
 
 
-@contextmanager
-def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str, Any]) -> Generator[OutriderPeer]:
+def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str, Any]) -> OutriderPeer:
     """Open an engine for this work.
 
     ``options``: ``mode`` and ``prefill_chunk`` (None: the engine chooses), and ``tune_seconds``, the limit of tuning.
@@ -94,7 +92,7 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
         settings += f", draft tokens out of {model.draft_vocabulary}"
     settings += "".join(f", the draft's weights in {each.value}" for each in engine.chosen if each.name == "draft_weights")
     result = found[0].result
-    yield OutriderPeer(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
+    return OutriderPeer(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
 
 
 if __name__ == "__main__":

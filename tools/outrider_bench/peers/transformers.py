@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,21 +43,19 @@ class TransformersPeer(Peer):
         return [len(each) - given.shape[1] for each in made.tolist()]
 
 
-@contextmanager
-def open_peer(work: PeerWork, speculate: str, directory: Path) -> Generator[TransformersPeer]:
+def open_peer(work: PeerWork, directory: Path) -> TransformersPeer:
     """Open the model with the defaults of ``generate``, which compiles the forward pass on devices that it supports."""
     import torch
 
     from outrider.engine.config import DTYPES
 
-    del speculate
     transformers = import_module("transformers")
     target, _ = checkpoint_configs(work, directory)
     config = transformers.AutoConfig.from_pretrained(str(target), trust_remote_code=False)
     with torch.device(work.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[work.dtype]).eval()
-    yield TransformersPeer(model, version=transformers.__version__, device=work.device)
+    return TransformersPeer(model, version=transformers.__version__, device=work.device)
 
 
 if __name__ == "__main__":
-    serve_runs(lambda work, speculate, directory, _: open_peer(work, speculate, directory))
+    serve_runs(lambda work, speculate, directory, given: open_peer(work, directory))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -72,10 +71,7 @@ class VllmPeer(Peer):
                     arrived(output.request_id, tokens)
 
 
-@contextmanager
-def open_peer(
-    work: PeerWork, speculate: str, directory: Path, asked: Mapping[str, object] | None = None
-) -> Generator[VllmPeer]:
+def open_peer(work: PeerWork, speculate: str, directory: Path, asked: Mapping[str, object] | None = None) -> VllmPeer:
     """Open vLLM with its defaults and the arguments ``asked`` of ``vllm.LLM``.
 
     The KV cache has the size of the work, since several engines share a device. An MTP head is part of the target.
@@ -104,7 +100,7 @@ def open_peer(
             **_acceptance(work),
         }
     engine = vllm.LLM(**options | dict(asked or {}))
-    yield VllmPeer(vllm, engine, drafts=drafts, quantized=work.quantized, asked=asked)
+    return VllmPeer(vllm, engine, drafts=drafts, quantized=work.quantized, asked=asked)
 
 
 def _acceptance(work: PeerWork) -> dict[str, object]:

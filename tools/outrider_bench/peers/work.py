@@ -42,16 +42,8 @@ class PeerWork:
     """Numbers of prompts and of tokens of each prompt of ``batch-prefill``."""
     contexts: tuple[int, ...]
     """Prompt lengths of ``context``, where one request decodes."""
-    requests: int
-    """Number of requests of ``mixed``."""
-    seed: int
-    """Seed of the random lengths of ``mixed``."""
-    prompts: tuple[int, int]
-    """Minimum and maximum number of tokens of a prompt of ``mixed``."""
-    outputs: tuple[int, int]
-    """Minimum and maximum number of tokens of an output of ``mixed``."""
-    distribution: str
-    """Distribution of the lengths of ``mixed``."""
+    load: MixedLoad
+    """The requests of ``mixed``."""
     max_requests: int
     max_context: int | None
     """Maximum number of tokens of a request; None: as many as the work needs."""
@@ -71,23 +63,13 @@ class PeerWork:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PeerWork:
         """Return the work that a child process gets as JSON."""
-        return cls(**{name: _list_to_tuple(content[name]) for name in cls.__slots__})
+        fields = {name: _list_to_tuple(content[name]) for name in cls.__slots__ if name != "load"}
+        return cls(**fields, load=MixedLoad(**{name: _list_to_tuple(value) for name, value in content["load"].items()}))
 
     @property
     def quantized(self) -> str | None:
         """The format of the weights as a report names it; None for unquantized weights."""
         return describe_quantization(self.quantize, head=self.quantize_head)
-
-    @property
-    def load(self) -> MixedLoad:
-        """The load of requests of the phase ``mixed``."""
-        return MixedLoad(
-            requests=self.requests,
-            seed=self.seed,
-            prompts=self.prompts,
-            outputs=self.outputs,
-            distribution=self.distribution,
-        )
 
     @property
     def _draft_room(self) -> int:

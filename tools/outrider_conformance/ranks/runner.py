@@ -25,9 +25,7 @@ from outrider.device import Backend, CollectiveError, ControllableDevice, Group,
 from outrider_conformance.lab import Lab, StreamDelay, raise_failed_schedule, run_concurrently
 
 if TYPE_CHECKING:
-    from outrider.device import Backend
     from outrider_conformance.kit import Kit
-
 
 _HOST = "127.0.0.1"
 _START_S = 120.0

@@ -190,9 +190,9 @@ def _explore_program(
     name: str, backend: str | None, device: Backend, strategy: str, iterations: int, seed: int, corrected: bool
 ) -> CommandReport:
     """Run one program of the corpus, or one function, under many schedules; ``backend`` is the option of the command."""
-    control = device.control
-    if control is None:
-        raise CapabilityError(f"{device.label} decides its schedules itself; explore needs one such as 'sim'")
+    from outrider_sanitizer.races.race import control_of
+
+    control = control_of(device)
     program = _ending_normally(_program(name, corrected, device))
     result = control.explore(program, strategy=strategy, iterations=iterations, seed=seed)
     failure = result.failure

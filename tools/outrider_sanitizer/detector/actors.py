@@ -15,10 +15,13 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, ref
 
 from outrider.device import Operation
+
+if TYPE_CHECKING:
+    from outrider_sanitizer.detector.captured_graph import CapturedGraph
 
 Clock = Mapping[int, int]
 """A vector clock: the last known epoch of each actor, by the actor's number. A clock is never changed in place, so a record
@@ -176,7 +179,7 @@ class LaunchEpochs:
         return self.own[at] if at < len(self.own) else None
 
 
-class Lane(Actor):
+class StreamActor(Actor):
     """A stream as an actor whose steps may be held by a flag. Its operations have a number for each host thread that
     launches.
     """
@@ -196,38 +199,50 @@ class Lane(Actor):
         return next((launches for launches in self.launches.values() if launches.number == number), None)
 
 
-class Lanes:
+class _ThreadState(threading.local):
+    """The detector's state of each host thread."""
+
+    actor: Actor | None = None
+    pool_start: Clock | None = None
+    """For a thread of a pool: its clock before its first task."""
+    capture: CapturedGraph | None = None
+    """The graph that the thread captures."""
+    allocation: tuple[int, Point] | None = None
+    """The thread's last allocation: its storage and its point."""
+
+
+class Actors:
     """The streams and host threads of one device. Not thread-safe: the caller holds a lock around each call."""
 
     def __init__(self, number: Callable[[], int] | None = None) -> None:
         """Create the actors. ``number`` returns actor numbers that are unique across devices whose clocks are joined."""
         self._number = number or itertools.count(1).__next__
-        self.lanes: dict[str, Lane] = {}
+        self.stream_actors: dict[str, StreamActor] = {}
         self.sequence = 0
         self._stamp: int | None = None  # sequence number of the running step, if it was held
         self._free_numbers: list[tuple[int, int]] = []
-        self._local = threading.local()
+        self.local = _ThreadState()
         self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
         self._tokens: OrderedDict[int, tuple[object, Clock]] = OrderedDict()
         self._launches: dict[int, LaunchEpochs] = {}  # by their number
         self._hosts: set[int] = set()  # numbers of the host threads
-        self._held: list[Lane] = []
+        self._held: list[StreamActor] = []
         self._later: list[Callable[[], None]] = []
 
     # -- actors ----------------------------------------------------------------------------------------------------
 
-    def lane(self, name: str) -> Lane:
+    def stream_actor(self, name: str) -> StreamActor:
         """Return the actor of the stream ``name``; creates it on first use."""
-        lane = self.lanes.get(name)
-        if lane is None:
-            lane = self.lanes[name] = Lane(self._number(), name)
-        return lane
+        actor = self.stream_actors.get(name)
+        if actor is None:
+            actor = self.stream_actors[name] = StreamActor(self._number(), name)
+        return actor
 
     def thread(self) -> Actor:
         """Return the actor of the calling host thread."""
-        actor: Actor | None = getattr(self._local, "actor", None)
+        actor = self.local.actor
         if actor is None:
-            actor = self._local.actor = self._new_thread(NOTHING)
+            actor = self.local.actor = self._new_thread(NOTHING)
         return actor
 
     def _new_thread(self, known: Clock) -> Actor:
@@ -280,11 +295,11 @@ class Lanes:
         """Join the clock that was released to ``token`` into the calling thread."""
         known = self._tokens.get(id(token))
         if known is not None:
-            actor: Actor | None = getattr(self._local, "actor", None)
+            actor = self.local.actor
             if isinstance(token, SingleUseToken) and token.for_task:
                 self._begin_task(actor, known[1])
             elif actor is None:
-                self._local.actor = self._new_thread(known[1])
+                self.local.actor = self._new_thread(known[1])
             self.thread().join(known[1])
             if isinstance(token, SingleUseToken):
                 del self._tokens[id(token)]
@@ -293,31 +308,31 @@ class Lanes:
         """Give the calling thread of a pool a new actor. It is ordered after the thread's start and the submission ``known``
         of the task, and not after the thread's earlier tasks.
         """
-        if not hasattr(self._local, "pool_start"):
-            self._local.pool_start = NOTHING if before is None else before.clock
+        if self.local.pool_start is None:
+            self.local.pool_start = NOTHING if before is None else before.clock
         if before is not None:
             self._threads = [(thread, actor) for thread, actor in self._threads if actor is not before]
             self._free_numbers.append((before.number, before.clock.get(before.number, 0)))
-        self._local.actor = self._new_thread(known)
-        self._local.actor.join(self._local.pool_start)
+        self.local.actor = self._new_thread(known)
+        self.local.actor.join(self.local.pool_start)
 
     # -- steps of streams --------------------------------------------------------------------------------------------
 
-    def _launch_from(self, lane: Lane, thread: Actor, known: Clock | None = None) -> None:
-        """Order the next operations of ``lane`` after the steps of ``thread`` that ``known``, by default its clock, has."""
+    def _launch_from(self, actor: StreamActor, thread: Actor, known: Clock | None = None) -> None:
+        """Order the next operations of ``actor`` after the steps of ``thread`` that ``known``, by default its clock, has."""
         if thread.handed:
             thread.open_epoch()  # the threads that it handed over to know its launches up to here
         clock = thread.clock if known is None else known
-        if lane.launcher is not clock or lane.thread is not thread:
-            lane.join(clock)
-            lane.launcher, lane.thread = clock, thread
-            launches = lane.launches.get(thread.number)
+        if actor.launcher is not clock or actor.thread is not thread:
+            actor.join(clock)
+            actor.launcher, actor.thread = clock, thread
+            launches = actor.launches.get(thread.number)
             if launches is None:
-                number = self._number() if lane.launches else lane.number
-                launches = lane.launches[thread.number] = self._launches[number] = LaunchEpochs(number, thread)
-            lane.taken = launches.begin(clock.get(thread.number, 0), lane.clock.get(launches.number, 0)) or lane.taken
-            lane.taken = lane.taken or lane.number != launches.number
-            lane.number = launches.number
+                number = self._number() if actor.launches else actor.number
+                launches = actor.launches[thread.number] = self._launches[number] = LaunchEpochs(number, thread)
+            actor.taken = launches.begin(clock.get(thread.number, 0), actor.clock.get(launches.number, 0)) or actor.taken
+            actor.taken = actor.taken or actor.number != launches.number
+            actor.number = launches.number
         thread.taken = True
 
     def _ordered_launches(self, clock: Clock, thread: Actor, known: Clock) -> Clock:
@@ -341,14 +356,14 @@ class Lanes:
                 kept[number] = epoch if last is None else min(epoch, last)
         return kept
 
-    def _enqueue(self, lane: Lane, step: Step) -> None:
-        """Run a step on ``lane`` now, or after the flag that holds the lane."""
+    def _enqueue(self, actor: StreamActor, step: Step) -> None:
+        """Run a step on the stream of ``actor`` now, or after the flag that holds the stream."""
         thread = self.thread()
-        if lane.held is None:
-            self._launch_from(lane, thread)
+        if actor.held is None:
+            self._launch_from(actor, thread)
             if not step():
-                lane.held = deque([self._as_of_now(step)])
-                self._held.append(lane)
+                actor.held = deque([self._as_of_now(step)])
+                self._held.append(actor)
             return
         if thread.handed:
             thread.open_epoch()
@@ -356,10 +371,10 @@ class Lanes:
         stamped = self._as_of_now(step)
 
         def later() -> bool:
-            self._launch_from(lane, thread, known)
+            self._launch_from(actor, thread, known)
             return stamped()
 
-        lane.held.append(later)
+        actor.held.append(later)
 
     def _as_of_now(self, step: Step) -> Step:
         """Return a step that runs ``step`` later, with the sequence number that program order has now."""
@@ -376,18 +391,18 @@ class Lanes:
         return stamped
 
     def resume_held(self) -> None:
-        """Run the held steps of all lanes that have become possible."""
+        """Run the held steps of all streams that have become possible."""
         progress = bool(self._held)
         while progress:
             progress = False
-            for lane in list(self._held):
-                held = lane.held
+            for actor in list(self._held):
+                held = actor.held
                 while held and held[0]():
                     held.popleft()
                     progress = True
                 if not held:
-                    lane.held = None
-                    self._held.remove(lane)
+                    actor.held = None
+                    self._held.remove(actor)
         if not self._held and self._later:
             later, self._later = self._later, []
             for action in later:
@@ -397,8 +412,11 @@ class Lanes:
         """Call ``action`` after every step enqueued so far has run and no stream is held."""
         self._later.append(action)
 
-    def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
-        return Point(actor, name, location, self.place(), operation)
+    def new_point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
+        """Return the point of an actor's next step, next in program order; a held step keeps the place of its enqueueing."""
+        if self._stamp is None:
+            self.sequence += 1
+        return Point(actor, name, location, self.now, operation)
 
     @property
     def now(self) -> int:
@@ -412,14 +430,7 @@ class Lanes:
             action()
             return True
 
-        self._enqueue(self.lane(stream), step)
-
-    def place(self) -> int:
-        """Return the next sequence number in program order; a held step keeps the number of its enqueueing."""
-        if self._stamp is None:
-            self.sequence += 1
-            return self.sequence
-        return self._stamp
+        self._enqueue(self.stream_actor(stream), step)
 
 
 def _current() -> threading.Thread:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import Lane
+from outrider_sanitizer.detector.actors import StreamActor
 from outrider_sanitizer.detector.memory import Shadow
 
 
-class Verb(NamedTuple):
+class CapturedStep(NamedTuple):
     """One captured step on a branch: an operation, or a record, wait, set or reset of an event or flag object."""
 
     what: str  # launch, allocate, record, wait, join, set, await, reset, collective
@@ -23,8 +23,8 @@ class CapturedGraph:
     """The steps of one graph, in the order of capture."""
 
     main: str
-    verbs: list[Verb] = field(default_factory=list)
-    branches: dict[str, Lane] = field(default_factory=dict)
+    steps: list[CapturedStep] = field(default_factory=list)
+    branches: dict[str, StreamActor] = field(default_factory=dict)
     summary: list[tuple[Operation, list[Access]]] | None = None
     """For a graph without branches and flags: each operation, with the accesses that operations outside can conflict with.
 
@@ -36,26 +36,26 @@ class CapturedGraph:
 
     def outside(self) -> set[int]:
         """Return the storages that the graph uses and does not own."""
-        launched = [verb.subject.accesses for verb in self.verbs if verb.what == "launch"]
-        launched += [verb.subject[2] for verb in self.verbs if verb.what == "collective"]
+        launched = [step.subject.accesses for step in self.steps if step.what == "launch"]
+        launched += [step.subject[2] for step in self.steps if step.what == "collective"]
         return {access.storage for accesses in launched for access in accesses} - self.temporaries
 
     def has_collective(self, storage: int) -> bool:
         """Return True if a captured collective reads or writes the storage."""
-        calls = (verb.subject[2] for verb in self.verbs if verb.what == "collective")
+        calls = (step.subject[2] for step in self.steps if step.what == "collective")
         return any(access.storage == storage for accesses in calls for access in accesses)
 
     def finish(self) -> None:
         """Build the summary of the graph's storages and flags at the end of the capture."""
-        if any(verb.branch != self.main or verb.what not in ("launch", "allocate") for verb in self.verbs):
+        if any(step.branch != self.main or step.what not in ("launch", "allocate") for step in self.steps):
             return
         seen: set[tuple[object, ...]] = set()
         summary: list[tuple[Operation, list[Access]]] = []
-        for verb in self.verbs:
-            if verb.what != "launch":
+        for step in self.steps:
+            if step.what != "launch":
                 continue
             kept = []
-            for access in verb.subject.accesses:
+            for access in step.subject.accesses:
                 place = (access.storage, access.start, access.end, access.shape, access.stride, access.by_rows)
                 region = (*place, access.write)
                 # An access that conflicts with a read of data that the graph wrote conflicts with that write, too.
@@ -63,10 +63,10 @@ class CapturedGraph:
                     seen.add(region)
                     kept.append(access)
             if kept:
-                summary.append((verb.subject, kept))
+                summary.append((step.subject, kept))
         self.summary = summary
 
     @property
     def waits_for_flags(self) -> bool:
         """True if a replay waits for flags."""
-        return any(verb.what == "await" for verb in self.verbs)
+        return any(step.what == "await" for step in self.steps)

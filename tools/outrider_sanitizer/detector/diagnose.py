@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.device import Access, ControllableDevice
-from outrider_sanitizer.detector.actors import Actor, Lane, Point
+from outrider_sanitizer.detector.actors import Actor, Point, StreamActor
 from outrider_sanitizer.detector.intervals import Record
 from outrider_sanitizer.detector.memory import Shadow
 from outrider_sanitizer.report import AccessSite, Finding, FindingKind
@@ -110,7 +110,7 @@ class Diagnoser:
 
     def flag(self, what: str, name: str, first: Point | None, second: Point) -> Finding:
         """Return the finding of a flag whose steps can run in an order that loses one of them."""
-        if what == "never":
+        if what == "never set":
             return Finding(
                 kind=FindingKind.FLAG_NEVER_SET,
                 first=None,
@@ -119,20 +119,24 @@ class Diagnoser:
                 memory=f"flag {name!r}",
             )
         assert first is not None
-        if what == "early":
+        if what == "early reset":
             kind, text = FindingKind.FLAG_RESET, "so the reset may come before that wait has passed, which then hangs"
-        elif what == "lowered":
+        elif what == "unordered reset":
             kind, text = FindingKind.FLAG_LOST, "so the set may come before the reset, which then undoes it"
         else:
             kind, text = FindingKind.FLAG_LOST, "so the second set is lost"
-        fix = f"reset flag {name!r} after its waits and before it is set again" if what == "up" else self.edge(first, second)
+        fix = (
+            f"reset flag {name!r} after its waits and before it is set again"
+            if what == "still set"
+            else self.edge(first, second)
+        )
         return Finding(
             kind=kind,
             first=self.site(first),
             second=self.site(second),
             missing=fix,
             memory=f"flag {name!r}",
-            hint=f"nothing orders the two, {text}" if what != "up" else f"the flag is still up, {text}",
+            hint=f"nothing orders the two, {text}" if what != "still set" else f"the flag is still up, {text}",
         )
 
     def edge(self, first: Point, second: Point) -> str:
@@ -163,7 +167,7 @@ class Diagnoser:
                 f"waits cover {_site(first)} in some schedules alone: {launcher.name} launched it, and nothing orders that "
                 f"before {_site(second)}"
             )
-        elif isinstance(second.actor, Lane) and not first.actor.host:
+        elif isinstance(second.actor, StreamActor) and not first.actor.host:
             edge = second.actor.edges.get(first.number)
             if edge is None and second.clock.get(first.number, 0):
                 parts.append(
@@ -211,14 +215,14 @@ class Diagnoser:
 
 def _unordered_launcher(first: Point, second: Point) -> Actor | None:
     """Return the host thread that launched ``first`` if nothing orders that launch before ``second``, else None."""
-    launches = first.actor.launches_numbered(first.number) if isinstance(first.actor, Lane) else None
+    launches = first.actor.launches_numbered(first.number) if isinstance(first.actor, StreamActor) else None
     if launches is None or first.clock.get(launches.thread.number, 0) <= second.clock.get(launches.thread.number, 0):
         return None
     return launches.thread
 
 
 def _on_main(point: Point) -> bool:
-    return isinstance(point.actor, Actor) and " in graph " not in point.actor.name
+    return " in graph " not in point.actor.name
 
 
 def _site(point: Point) -> str:

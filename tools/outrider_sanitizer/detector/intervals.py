@@ -125,7 +125,7 @@ class Listener:
     settled: Callable[[], Clock] = lambda: NOTHING
     steps: Callable[[str], tuple[str, int] | None] = lambda _: None
     reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
-    stale: Callable[[str, Record | None, Point, Access, Any], None] = lambda *_: None
+    stale: Callable[[StaleMark, Point, Access, Any], None] = lambda *_: None
     read: Callable[[Point, Access, Shadow], None] | None = None
     dead: Callable[[Shadow, Point, str], None] = lambda *_: None
     flag: Callable[[str, str, Point | None, Point], None] = lambda *_: None
@@ -139,14 +139,21 @@ storage.
 """
 
 Records = tuple[Record, ...]
-Over = tuple[str, Record | None, int]
-"""Why contents may not be read: the reason (empty: they were never written), the record since which, and the position of that
-record in the trace.
-"""
+
+
+class StaleMark(NamedTuple):
+    """Why contents may not be read."""
+
+    reason: str
+    """Empty if the contents were never written."""
+    origin: Record | None
+    """The access since which the contents are stale, or None."""
+    sequence: int
+    """Position in the trace from which on the contents are stale."""
 
 
 UNKNOWN_END = 1 << 62
-UNWRITTEN: Over = ("", None, -1)
+UNWRITTEN = StaleMark("", None, -1)
 _MAX_DENSE_PARTS = 64
 _MAX_SPLIT_PARTS = 8
 """Maximum number of runs of an access that splits intervals; up to ``_MAX_DENSE_PARTS`` if some bytes are
@@ -162,13 +169,13 @@ _MERGE_ABOVE_INTERVALS = 4
 
 @dataclass(eq=False, slots=True)
 class Interval:
-    """Bytes [start, end) with one history. ``over`` is the reason why their contents are stale, or None."""
+    """Bytes [start, end) with one history. ``stale`` says why their contents may not be read; None: they may."""
 
     start: int
     end: int
     writes: Records
     reads: Records
-    over: Over | None
+    stale: StaleMark | None
 
 
 class IntervalMap:
@@ -177,10 +184,10 @@ class IntervalMap:
     __slots__ = ("forgotten", "holed", "intervals", "limit", "owner")
 
     def __init__(
-        self, nbytes: int = UNKNOWN_END, origin: Record | None = None, over: Over | None = None, owner: object = None
+        self, nbytes: int = UNKNOWN_END, origin: Record | None = None, stale: StaleMark | None = None, owner: object = None
     ) -> None:
         self.owner = owner  # None: itself, without the cycle
-        self.intervals = [Interval(0, nbytes or UNKNOWN_END, () if origin is None else (origin,), (), over)]
+        self.intervals = [Interval(0, nbytes or UNKNOWN_END, () if origin is None else (origin,), (), stale)]
         self.holed: list[Record] = []
         """The accesses that have holes, or of whose rows only the range is known, the oldest first."""
         self.limit = _MIN_HOLED_LIMIT
@@ -199,7 +206,7 @@ class IntervalMap:
             return
         parts = None
         if not access.by_rows:
-            exact = any(interval.over is not None for interval in self.intervals)
+            exact = any(interval.stale is not None for interval in self.intervals)
             parts = dense_parts(access, _MAX_DENSE_PARTS if exact else _MAX_SPLIT_PARTS)
         if parts is None:
             self._scattered(record, access, sink, late)
@@ -209,11 +216,11 @@ class IntervalMap:
         if self.holed:
             self._check_holes(point, access, sink, late)
 
-    def expire(self, start: int, end: int, over: Over) -> None:
-        """Mark the contents of the bytes [start, end) as stale, for the reason in ``over``."""
+    def mark_stale(self, start: int, end: int, mark: StaleMark) -> None:
+        """Mark the contents of the bytes [start, end) as stale."""
         first, last = self._split_at(start, end)
         for interval in self.intervals[first:last]:
-            interval.over = over
+            interval.stale = mark
 
     def writes(self, start: int, end: int) -> Iterator[tuple[int, int, Point, Access]]:
         """Yield (first byte, end, point, access) for each recorded write to [start, end): the bytes that this write may have
@@ -275,7 +282,7 @@ class IntervalMap:
         return first, last + 1
 
     def _split(self, at: int, interval: Interval, offset: int) -> None:
-        right = Interval(offset, interval.end, interval.writes, interval.reads, interval.over)
+        right = Interval(offset, interval.end, interval.writes, interval.reads, interval.stale)
         interval.end = offset
         self.intervals.insert(at, right)
 
@@ -288,7 +295,7 @@ class IntervalMap:
         intervals = self.intervals
         write = access.write
         # What was held, and is told now, may come before a mark that is here already.
-        late = late or any(each.over is not None and _is_later(each.over, point) for each in intervals[first:last])
+        late = late or any(each.stale is not None and _is_later(each.stale, point) for each in intervals[first:last])
         reported: set[int] = set()
         for at in range(first, last):
             interval = intervals[at]
@@ -296,8 +303,8 @@ class IntervalMap:
             if not write:
                 interval.reads = (*_unless_covered(interval.reads, point), record) if interval.reads else (record,)
             elif late:
-                if interval.over is not None and not _is_later(interval.over, point):
-                    interval.over = None
+                if interval.stale is not None and not _is_later(interval.stale, point):
+                    interval.stale = None
                 interval.reads = _unless_covered(interval.reads, point)
                 interval.writes = (*_unless_covered(interval.writes, point), record)
         if write and not late:
@@ -319,7 +326,7 @@ class IntervalMap:
             left = kept[-1] if kept else None
             if (
                 left is not None
-                and left.over is interval.over
+                and left.stale is interval.stale
                 and _same(left.writes, interval.writes)
                 and _same(left.reads, interval.reads)
             ):
@@ -335,11 +342,11 @@ class IntervalMap:
         met = self.within(access.start, access.end)
         for interval in met:
             self._check(interval, point, access, sink, late, reported)
-        if access.write and any(interval.over is not None for interval in met):
+        if access.write and any(interval.stale is not None for interval in met):
             first, last = self._split_at(access.start, access.end)
             for interval in self.intervals[first:last]:
-                if interval.over is not None and not _is_later(interval.over, point):
-                    interval.over = None
+                if interval.stale is not None and not _is_later(interval.stale, point):
+                    interval.stale = None
         if self.holed:
             self._check_holes(point, access, sink, late)
         self.holed.append(record)
@@ -380,11 +387,11 @@ class IntervalMap:
                 before = old[0]
                 if before.epoch > clock.get(before.number, 0):
                     self._compare(old, point, access, sink, late, reported)
-        elif interval.over is not None and not access.by_rows and id(interval.over) not in reported:
-            if _is_later(interval.over, point):
-                return  # it was read, in the order of the program, before it was declared over
-            reported.add(id(interval.over))
-            sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
+        elif interval.stale is not None and not access.by_rows and id(interval.stale) not in reported:
+            if _is_later(interval.stale, point):
+                return  # it was read, in the order of the program, before it was marked as stale
+            reported.add(id(interval.stale))
+            sink.stale(interval.stale, point, access, self.owner or self)
 
     def _compare(self, old: Record, point: Point, access: Access, sink: Listener, late: bool, reported: set[int]) -> None:
         if id(old) in reported or (late and point.happened_before(old[0])):
@@ -397,8 +404,8 @@ class IntervalMap:
         sink.conflict(old, point, access, self.owner or self)
 
 
-def _is_later(over: Over, point: Point) -> bool:
-    return over[2] >= point.sequence
+def _is_later(mark: StaleMark, point: Point) -> bool:
+    return mark.sequence >= point.sequence
 
 
 def _same(one: Records, other: Records) -> bool:

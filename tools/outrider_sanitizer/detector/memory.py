@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from outrider_sanitizer.detector.actors import Actor, Clock, Point
-from outrider_sanitizer.detector.intervals import UNWRITTEN, IntervalMap, Over, Record
+from outrider_sanitizer.detector.intervals import UNWRITTEN, IntervalMap, Record, StaleMark
 
 _MAX_FREED_STORAGES = 256
 """Maximum number of freed storages that are remembered for the reuse of their addresses."""
@@ -24,9 +24,15 @@ class Shadow(IntervalMap):
     __slots__ = ("aged", "label", "location", "nbytes", "promised", "shared", "storage", "stream")
 
     def __init__(
-        self, storage: int, nbytes: int, stream: str, location: str, origin: Record | None = None, over: Over | None = None
+        self,
+        storage: int,
+        nbytes: int,
+        stream: str,
+        location: str,
+        origin: Record | None = None,
+        stale: StaleMark | None = None,
     ) -> None:
-        super().__init__(nbytes, origin, over)
+        super().__init__(nbytes, origin, stale)
         self.storage = storage
         self.nbytes = nbytes
         self.stream = stream
@@ -45,7 +51,7 @@ class Shadow(IntervalMap):
         return f"{what}{size}{origin}{f' at {self.location}' if self.location else ''}"
 
 
-Loose = tuple["Shadow", list[Record], Point]
+EarlyRelease = tuple["Shadow", list[Record], Point]
 """A storage that was freed too early: its shadow, its accesses that weren't ordered before the release, and the release."""
 
 Reused = Callable[[Shadow, Record, Point, str], None]
@@ -64,8 +70,8 @@ class ShadowMemory:
         self.shadows: dict[int, Shadow] = {}
         self._reused = reused
         self._strict = strict
-        self._graves: OrderedDict[int, Shadow] = OrderedDict()
-        self._loose: dict[str, list[Loose]] = {}
+        self._freed: OrderedDict[int, Shadow] = OrderedDict()
+        self._early_releases: dict[str, list[EarlyRelease]] = {}
 
     def shadow(self, storage: int) -> Shadow:
         """Return the shadow of a storage; a storage allocated before the watched run starts with an empty history."""
@@ -79,9 +85,9 @@ class ShadowMemory:
         count as unwritten, so that reading them is a finding.
         """
         origin: Record | None = None if point is None else (point, None)
-        over = None if defined else UNWRITTEN
-        self.shadows[storage] = Shadow(storage, nbytes, stream, location, origin, over)
-        waiting = self._loose.pop(stream, None) if point is not None else None
+        stale = None if defined else UNWRITTEN
+        self.shadows[storage] = Shadow(storage, nbytes, stream, location, origin, stale)
+        waiting = self._early_releases.pop(stream, None) if point is not None else None
         if waiting and point is not None:
             self._unordered(waiting, point)
 
@@ -93,9 +99,9 @@ class ShadowMemory:
 
     def waits_for(self, stream: str) -> bool:
         """Return True if the next allocation of ``stream`` may reuse memory that was released too early."""
-        return stream in self._loose
+        return stream in self._early_releases
 
-    def _unordered(self, waiting: list[Loose], point: Point) -> None:
+    def _unordered(self, waiting: list[EarlyRelease], point: Point) -> None:
         for shadow, records, freed in waiting:
             for record in records:
                 if not record[0].happened_before(point):
@@ -109,12 +115,12 @@ class ShadowMemory:
 
         An access that is already part of a finding is not reported again.
         """
-        for waiting in self._loose.values() if self._strict else ():
+        for waiting in self._early_releases.values() if self._strict else ():
             for shadow, records, freed in waiting:
                 for record in records if freed.sequence <= last else ():
                     if not record[0].conflicts:
                         self._reused(shadow, record, freed, freed.location)
-        self._loose.clear()
+        self._early_releases.clear()
 
     def free(
         self, storage: int, stream: str, releaser: Actor, release: Callable[[Actor], Point], then: Clock | None = None
@@ -130,7 +136,7 @@ class ShadowMemory:
         if shadow is None:
             return
         clock = releaser.clock if then is None else then
-        loose = [
+        unordered = [
             record
             for record in shadow.records()
             if record[0].epoch > clock.get(record[0].number, 0)
@@ -138,13 +144,13 @@ class ShadowMemory:
             and record[0].actor is not releaser
             and record[0].actor.name not in shadow.shared
         ]
-        if loose:
-            waiting = self._loose.setdefault(stream, [])
-            waiting.append((shadow, loose, release(releaser)))
+        if unordered:
+            waiting = self._early_releases.setdefault(stream, [])
+            waiting.append((shadow, unordered, release(releaser)))
             del waiting[:-_MAX_EARLY_RELEASES]
-        self._graves[storage] = shadow
-        if len(self._graves) > _MAX_FREED_STORAGES:
-            self._graves.popitem(last=False)
+        self._freed[storage] = shadow
+        if len(self._freed) > _MAX_FREED_STORAGES:
+            self._freed.popitem(last=False)
 
     def same_place(self, storage: int, previous: int) -> None:
         """Join the histories of ``storage`` and ``previous``, which have one address in a graph pool during a capture.
@@ -157,9 +163,9 @@ class ShadowMemory:
 
     def reuse(self, previous: int, point: Point | None) -> None:
         """Check the reuse of the addresses of ``previous`` by the allocation at ``point``."""
-        old = self._graves.pop(previous, None) or self.shadows.get(previous)
+        old = self._freed.pop(previous, None) or self.shadows.get(previous)
         if old is None or point is None or old.stream == point.actor.name:
-            return  # what is loose in the stream's own order was told by the allocation
+            return  # what is unordered in the stream's own order was told by the allocation
         for record in old.records():
             if record[1] is not None and not record[0].happened_before(point) and record[0].actor.name not in old.shared:
                 self._reused(old, record, point, "")

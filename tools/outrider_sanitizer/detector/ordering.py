@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Point
-from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
+from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Point, StreamActor
+from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
 from outrider_sanitizer.detector.intervals import IntervalMap, Listener
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.detector.streams import StreamOrdering
@@ -39,16 +39,16 @@ class Ordering(StreamOrdering):
     @property
     def capturing(self) -> bool:
         """True while the calling thread captures a graph."""
-        return getattr(self._local, "capture", None) is not None
+        return self.local.capture is not None
 
     def capture_began(self, graph: Graph, stream: str) -> None:
         """Add the next operations of the calling thread to ``graph``."""
-        self._local.capture = self._graphs[graph] = CapturedGraph(stream)
+        self.local.capture = self._graphs[graph] = CapturedGraph(stream)
 
     def capture_ended(self, graph: Graph, failed: bool) -> None:
         """End the capture of the calling thread; a failed capture drops the graph."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
-        self._local.capture = None
+        capture = self.local.capture
+        self.local.capture = None
         if capture is None:
             return
         if failed:
@@ -67,33 +67,33 @@ class Ordering(StreamOrdering):
         captured = self._graphs.get(graph)
         if captured is None:
             return
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         replay = GraphReplay(graph.name, generation, caller_location(), self.steps(stream))
         if captured.dead:
-            self._enqueue(lane, lambda: self._use_dead(captured, lane, replay))
+            self._enqueue(actor, lambda: self._use_dead(captured, actor, replay))
         if captured.summary is not None:
             summary = captured.summary
 
             def step() -> bool:
-                self._read_params(graph, lane, replay)
+                self._read_params(graph, actor, replay)
                 for operation, accesses in summary:
-                    self._access(self._replay_point(lane, operation, replay), accesses)
+                    self._access(self._replay_point(actor, operation, replay), accesses)
                 return True
 
-            self._enqueue(lane, step)
+            self._enqueue(actor, step)
             return
-        walk = self._walk(graph, captured, lane, replay, self._issue(captured), self.thread())
-        self._enqueue(lane, lambda: next(walk, True))
+        walk = self._walk(graph, captured, actor, replay, self._issue(captured), self.thread())
+        self._enqueue(actor, lambda: next(walk, True))
         self.resume_all()
 
-    def _use_dead(self, captured: CapturedGraph, lane: Lane, replay: GraphReplay) -> bool:
-        point = self._point(lane, f"replay of graph {replay.graph!r}", replay.location)
+    def _use_dead(self, captured: CapturedGraph, actor: StreamActor, replay: GraphReplay) -> bool:
+        point = self.new_point(actor, f"replay of graph {replay.graph!r}", replay.location)
         for shadow, freed in captured.dead.values():
             self.listener.dead(shadow, point, freed)
         return True
 
     def _replay_point(self, actor: Actor, operation: Operation, replay: GraphReplay) -> Point:
-        point = self._point(actor, operation.name, operation.location, operation)
+        point = self.new_point(actor, operation.name, operation.location, operation)
         point.replay = replay
         return point
 
@@ -107,100 +107,102 @@ class Ordering(StreamOrdering):
         if not graph.context.params:
             return
         history = self._param_history(graph)
-        point = self._point(actor, f"replay of graph {graph.name!r}", replay.location)
+        point = self.new_point(actor, f"replay of graph {graph.name!r}", replay.location)
         point.replay = replay
         for at, name in enumerate(graph.context.params):
             history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
 
     def _issue(self, captured: CapturedGraph) -> Iterator[WatchedCollectivePart]:
         """Issue the captured collectives of a graph, in order, when a replay is enqueued."""
-        halves = []
-        for verb in captured.verbs:
-            if verb.what == "collective":
+        parts = []
+        for step in captured.steps:
+            if step.what == "collective":
                 assert self.ranks is not None
-                group, call, _, location = verb.subject
-                halves.append(self.ranks.issue(group, call, in_graph=True, location=location))
-        return iter(halves)
+                group, call, _, location = step.subject
+                parts.append(self.ranks.issue(group, call, in_graph=True, location=location))
+        return iter(parts)
 
     def _walk(
         self,
         graph: Graph,
         captured: CapturedGraph,
-        lane: Lane,
+        actor: StreamActor,
         replay: GraphReplay,
-        halves: Iterator[WatchedCollectivePart],
+        parts: Iterator[WatchedCollectivePart],
         thread: Actor,
     ) -> Generator[bool]:
         """Run a replay's captured steps one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
-        touched: dict[str, Lane] = {captured.main: lane}
+        touched: dict[str, StreamActor] = {captured.main: actor}
         params_read = False
 
-        def actor(branch: str) -> Lane:
+        def actor_of(branch: str) -> StreamActor:
             known = touched.get(branch)
             if known is None:
                 known = captured.branches.get(branch)
                 if known is None:
-                    known = captured.branches[branch] = Lane(self._number(), f"{branch} in graph {graph.name}")
+                    known = captured.branches[branch] = StreamActor(self._number(), f"{branch} in graph {graph.name}")
                 touched[branch] = known
-                self._launch_from(known, thread, lane.launcher)
+                self._launch_from(known, thread, actor.launcher)
             return known
 
         if not captured.waits_for_flags:
-            self._read_params(graph, lane, replay)
+            self._read_params(graph, actor, replay)
             params_read = True
-        for verb in captured.verbs:
-            branch = actor(verb.branch)
-            if verb.what == "collective":
-                half = next(halves)
-                self._arrive(branch, verb.subject[0], half, verb.subject[2], None, replay)
-                step = partial(self._join_collective, branch, verb.subject[0], half)
+        for step in captured.steps:
+            branch = actor_of(step.branch)
+            if step.what == "collective":
+                part = next(parts)
+                self._arrive(branch, step.subject[0], part, step.subject[2], None, replay)
+                run = partial(self._join_collective, branch, step.subject[0], part)
             else:
-                step = partial(self._run_verb, verb, branch, edges, replay)
-            while not step():
+                run = partial(self._run_captured_step, step, branch, edges, replay)
+            while not run():
                 yield False
-            if verb.what == "await" and not params_read:
+            if step.what == "await" and not params_read:
                 # The operation that the flag holds reads the parameters.
                 self._read_params(graph, branch, replay)
                 params_read = True
         for branch in touched.values():
-            if branch is not lane:
-                lane.join(branch.release())
+            if branch is not actor:
+                actor.join(branch.release())
         yield True
 
-    def _run_verb(self, verb: Verb, branch: Lane, edges: dict[Event, Clock], replay: GraphReplay) -> bool:
-        """Run a captured verb other than a collective. Return False, without effect, while an event or a flag holds it."""
-        if verb.what == "launch":
-            self._access(self._replay_point(branch, verb.subject, replay), verb.subject.accesses)
-        elif verb.what == "record":
-            edges[verb.subject] = branch.release()
-        elif verb.what == "wait":
-            branch.join(edges.get(verb.subject[0], NOTHING))
-        elif verb.what == "join":
-            state = self._event(verb.subject[0])
-            if state.is_pending(verb.subject[1]):
+    def _run_captured_step(
+        self, step: CapturedStep, branch: StreamActor, edges: dict[Event, Clock], replay: GraphReplay
+    ) -> bool:
+        """Run a captured step other than a collective. Return False, without effect, while an event or a flag holds it."""
+        if step.what == "launch":
+            self._access(self._replay_point(branch, step.subject, replay), step.subject.accesses)
+        elif step.what == "record":
+            edges[step.subject] = branch.release()
+        elif step.what == "wait":
+            branch.join(edges.get(step.subject[0], NOTHING))
+        elif step.what == "join":
+            state = self._event(step.subject[0])
+            if state.is_pending(step.subject[1]):
                 return False
-            branch.join(state.clock_of(verb.subject[1]))
-        elif verb.what in ("set", "await", "reset"):
-            return self._flag_verb(verb.what, branch, verb.subject, replay.location, replay)
+            branch.join(state.clock_of(step.subject[1]))
+        elif step.what in ("set", "await", "reset"):
+            return self._run_flag_step(step.what, branch, step.subject, replay.location, replay)
         return True
 
     def params_updated(self, graph: Graph, stream: str, names: tuple[str, ...]) -> None:
         """Record that host parameters of a captured graph were rebound on a stream."""
         if graph not in self._graphs:
             return  # it runs eagerly and reads them on the host
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         location = caller_location()
         after = self.steps(stream)  # it was enqueued before it is told, in however many steps
         history = self._param_history(graph)
         order = list(graph.context.params)
 
         def step() -> bool:
-            point = self._point(lane, f"rebinding of graph {graph.name!r}", location)
+            point = self.new_point(actor, f"rebinding of graph {graph.name!r}", location)
             point.step, point.between = after, True
             for name in names:
                 at = order.index(name)
                 history.touch(point, Access(0, at, at + 1, True, argument=name), self._params_sink)
             return True
 
-        self._enqueue(lane, step)
+        self._enqueue(actor, step)

@@ -1,9 +1,9 @@
 """Checks across ranks: matching of collectives, order between ranks, and decisions that all ranks must take alike.
 
 Each rank's device has its own sanitizer; all sanitizers share one object of this module. A collective is one operation with a
-half on each rank. Halves are matched by group and number, in the order in which the hosts issue them, so one run is valid for
-every schedule. The check of two halves happens when the second is issued. The clocks of two ranks join where the half of one
-rank needs the half of the other. The first decision in which the hosts differ is kept, and later findings name it.
+part on each rank. Parts are matched by group and number, in the order in which the hosts issue them, so one run is valid for
+every schedule. The check of two parts happens when the second is issued. The clocks of two ranks join where the part of one
+rank needs the part of the other. The first decision in which the hosts differ is kept, and later findings name it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ALIKE_HINT = "then every rank makes the same calls in the same order, with the 
 
 @dataclass(eq=False, slots=True)
 class WatchedCollectivePart:
-    """One rank's part of a collective, called its half in this module.
+    """One rank's part of a collective.
 
     ``clock`` is its stream's clock before the call, or None until the stream has reached the call.
     """
@@ -50,7 +50,7 @@ class WatchedCollectivePart:
     in_graph: bool
     location: str
     number: int
-    meeting: WatchedCollective
+    collective: WatchedCollective
     before: dict[Key, int]
     clock: Clock | None = None
     alone: bool = False
@@ -58,12 +58,12 @@ class WatchedCollectivePart:
 
     @property
     def kind(self) -> str:
-        """The kind of call that the half matches: send and receive match as "message"."""
+        """The kind of call that the part matches: send and receive match as "message"."""
         return "message" if self.call.kind in ("send", "receive") else self.call.kind
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """Indices of the ranks whose contribution this half waits for."""
+        """Indices of the ranks whose contribution this part waits for."""
         if self.alone:
             return ()
         if self.call.kind == "broadcast":
@@ -72,20 +72,20 @@ class WatchedCollectivePart:
             return ()
         if self.call.kind == "receive":
             return (self.call.peer or 0,)
-        return self.meeting.members
+        return self.collective.members
 
     @property
     def ready(self) -> bool:
-        """True if every half that this half waits for has been enqueued."""
-        halves = self.meeting.halves
-        return all(index in halves and halves[index].clock is not None for index in self.needs)
+        """True if every part that this part waits for has been enqueued."""
+        parts = self.collective.parts
+        return all(index in parts and parts[index].clock is not None for index in self.needs)
 
     def clocks(self) -> list[Clock]:
-        """Return the clocks of the ranks that this half waits for."""
-        return [clock for index in self.needs if (clock := self.meeting.halves[index].clock) is not None]
+        """Return the clocks of the ranks that this part waits for."""
+        return [clock for index in self.needs if (clock := self.collective.parts[index].clock) is not None]
 
     def site(self, group: str) -> AccessSite:
-        """Return the site of this half for a report."""
+        """Return the site of this part for a report."""
         how = " in a graph" if self.in_graph else ""
         call = replace(self.call, sequence=self.number)  # in a graph it was counted once, and is called again and again
         return _rank_site(f"{call}{how} of group {group!r}", self.rank, self.location)
@@ -96,18 +96,19 @@ class WatchedCollective:
     """The parts of one collective, by the index of their rank."""
 
     members: tuple[int, ...]
-    halves: dict[int, WatchedCollectivePart] = field(default_factory=dict)
-    over: int = 0
+    parts: dict[int, WatchedCollectivePart] = field(default_factory=dict)
+    passed: int = 0
+    """Number of parts whose streams have passed the collective."""
 
     @property
     def send(self) -> WatchedCollectivePart:
-        """The sender's half of a message between two ranks."""
-        return self.halves[self.members[0]]
+        """The sender's part of a message between two ranks."""
+        return self.parts[self.members[0]]
 
     @property
     def receive(self) -> WatchedCollectivePart:
-        """The receiver's half of a message between two ranks."""
-        return self.halves[self.members[1]]
+        """The receiver's part of a message between two ranks."""
+        return self.parts[self.members[1]]
 
 
 def _blocks(other: WatchedCollective, message: WatchedCollective) -> bool:
@@ -144,7 +145,7 @@ class _GroupState:
     """The state of one group. ``has_diverged`` stops its checks, because its ranks already differ."""
 
     key: Key
-    meetings: dict[tuple[tuple[int, int] | None, int], WatchedCollective] = field(default_factory=dict)
+    collectives: dict[tuple[tuple[int, int] | None, int], WatchedCollective] = field(default_factory=dict)
     counts: dict[tuple[int, tuple[int, int] | None], int] = field(default_factory=dict)
     decisions: dict[int, list[Decided]] = field(default_factory=dict)
     last: dict[int, WatchedCollectivePart] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class RankClocks:
     """State that the sanitizers of all ranks share. Not thread-safe: callers hold ``lock`` around each call."""
 
     def __init__(self, *, alone: bool = False) -> None:
-        """Create the shared state. ``alone`` means that only one rank is watched, so no half waits for another rank."""
+        """Create the shared state. ``alone`` means that only one rank is watched, so no part waits for another rank."""
         self.alone = alone
         self.lock = threading.RLock()
         self.report = Report()
@@ -202,21 +203,28 @@ class RankClocks:
         if call.peer is not None:
             channel = (group.rank, call.peer) if call.kind == "send" else (call.peer, group.rank)
         count = state.counts[group.rank, channel] = state.counts.get((group.rank, channel), 0) + 1
-        meeting = state.meetings.get((channel, count))
-        if meeting is None:
-            meeting = state.meetings[channel, count] = WatchedCollective(channel or tuple(range(group.size)))
-        half = WatchedCollectivePart(
-            group.rank, group.ranks[group.rank], call, in_graph, location, count, meeting, self._others_before(state, group)
+        collective = state.collectives.get((channel, count))
+        if collective is None:
+            collective = state.collectives[channel, count] = WatchedCollective(channel or tuple(range(group.size)))
+        part = WatchedCollectivePart(
+            group.rank,
+            group.ranks[group.rank],
+            call,
+            in_graph,
+            location,
+            count,
+            collective,
+            self._others_before(state, group),
         )
-        for other in meeting.halves.values():
-            self._compare(state, other, half)
-        meeting.halves[group.rank] = half
-        state.last[group.rank] = half
+        for other in collective.parts.values():
+            self._compare(state, other, part)
+        collective.parts[group.rank] = part
+        state.last[group.rank] = part
         if self.alone:
-            meeting.members = (group.rank,)
-            half.alone = True
+            collective.members = (group.rank,)
+            part.alone = True
         self._progress += 1
-        return half
+        return part
 
     def _others_before(self, state: _GroupState, group: Group) -> dict[Key, int]:
         """Return the number of calls of this rank in each group that shares further ranks with this group."""
@@ -263,39 +271,39 @@ class RankClocks:
                     f"call groups {state.name!r} and {key[0]!r} in one order on every rank",
                 )
 
-    def arrived(self, group: Group, half: WatchedCollectivePart, point: Point) -> None:
-        """Check that a half, reached at ``point``, comes after every earlier call of overlapping groups."""
+    def arrived(self, group: Group, part: WatchedCollectivePart, point: Point) -> None:
+        """Check that a rank's part, reached at ``point``, comes after every earlier call of overlapping groups."""
         self._progress += 1
         state = self._state(group)
-        half.point = point
-        arrived = sum(each.point is not None for each in half.meeting.halves.values())
-        if half.kind == "message" and arrived == len(half.meeting.members) > 1:
-            self._messages.append((state, half.meeting))
-            self._find_send_cycle(state, half.meeting)
+        part.point = point
+        arrived = sum(each.point is not None for each in part.collective.parts.values())
+        if part.kind == "message" and arrived == len(part.collective.members) > 1:
+            self._messages.append((state, part.collective))
+            self._find_send_cycle(state, part.collective)
         mine = set(state.key[1])
         for other in self._states.values():
             if other is not state and len(mine.intersection(other.key[1])) < 2:
                 continue
-            for before, earlier in other.points.get(half.rank, {}).values():
-                if earlier.kind == half.kind == "message":
+            for before, earlier in other.points.get(part.rank, {}).values():
+                if earlier.kind == part.kind == "message":
                     continue  # each direction between two ranks is a communicator of its own
                 if not before.happened_before(point) and not state.has_diverged:
-                    self._unordered(state, other, (before, earlier), (point, half))
-        state.points.setdefault(half.rank, {})[point.number] = (point, half)
+                    self._unordered(state, other, (before, earlier), (point, part))
+        state.points.setdefault(part.rank, {})[point.number] = (point, part)
 
-    def _find_send_cycle(self, state: _GroupState, meeting: WatchedCollective) -> None:
+    def _find_send_cycle(self, state: _GroupState, collective: WatchedCollective) -> None:
         """Report a cycle of sends, each of which precedes the receive of the one before it on its rank.
 
         Such sends end only as long as the library's buffers take them.
         """
-        path: list[WatchedCollective] = [meeting]
-        seen = {id(meeting)}
+        path: list[WatchedCollective] = [collective]
+        seen = {id(collective)}
         while path:
             for _, other in self._messages:
                 if not _blocks(other, path[-1]):
                     continue
-                if other is meeting and len(path) > 1:
-                    first, second = path[1].send, meeting.send
+                if other is collective and len(path) > 1:
+                    first, second = path[1].send, collective.send
                     if not state.has_diverged:
                         state.has_diverged = True
                         self._add_finding(
@@ -329,14 +337,14 @@ class RankClocks:
             f"record an event on {first} after the first and make {then} wait for it before the second",
         )
 
-    def passed(self, half: WatchedCollectivePart, group: Group) -> None:
-        """Record that a stream has joined the clocks that its half waited for."""
+    def passed(self, part: WatchedCollectivePart, group: Group) -> None:
+        """Record that a stream has joined the clocks that its part waited for."""
         self._progress += 1
-        half.meeting.over += 1
-        if half.meeting.over == len(half.meeting.members):
-            meetings = self._state(group).meetings
-            for key in [key for key, meeting in meetings.items() if meeting is half.meeting]:
-                del meetings[key]
+        part.collective.passed += 1
+        if part.collective.passed == len(part.collective.members):
+            collectives = self._state(group).collectives
+            for key in [key for key, collective in collectives.items() if collective is part.collective]:
+                del collectives[key]
 
     def resume(self) -> None:
         """Run the held steps of every rank that have become possible."""
@@ -350,9 +358,9 @@ class RankClocks:
     def passed_without(self) -> None:
         """Record that the device passed an incomplete collective, so later operations have no defined order."""
         self.broken = self.broken or any(
-            len(meeting.halves) < len(meeting.members)
+            len(collective.parts) < len(collective.members)
             for state in self._states.values()
-            for meeting in state.meetings.values()
+            for collective in state.collectives.values()
         )
 
     # -- decisions ---------------------------------------------------------------------------------------------------
@@ -398,18 +406,18 @@ class RankClocks:
         for state in self._states.values():
             if state.has_diverged:
                 continue
-            waiting = [m for m in state.meetings.values() if m.halves and len(m.halves) < len(m.members)]
-            for meeting in waiting[:1]:
+            waiting = [m for m in state.collectives.values() if m.parts and len(m.parts) < len(m.members)]
+            for collective in waiting[:1]:
                 state.has_diverged = True
-                half = next(iter(meeting.halves.values()))
-                missing = [index for index in meeting.members if index not in meeting.halves]
-                self._shorter(state, half.index, missing)
+                part = next(iter(collective.parts.values()))
+                missing = [index for index in collective.members if index not in collective.parts]
+                self._shorter(state, part.index, missing)
                 last = state.last.get(missing[0])
                 who = " and ".join(f"rank {state.key[1][index]}" for index in missing)
                 self._add_finding(
                     FindingKind.COLLECTIVE_MISSING,
                     last.site(state.name) if last is not None else None,
-                    half.site(state.name),
+                    part.site(state.name),
                     f"{who} never made this call"
                     + ("; its last one of the group is the first above" if last is not None else ""),
                     f"make the call on every rank of the group, or on none; {_ALIKE_HINT}",

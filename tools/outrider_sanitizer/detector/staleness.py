@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from outrider.device import Access
 from outrider_sanitizer.detector.actors import Point
-from outrider_sanitizer.detector.intervals import Record, dense_parts
+from outrider_sanitizer.detector.intervals import StaleMark, dense_parts
 from outrider_sanitizer.detector.streams import TWO_WRITERS
 from outrider_sanitizer.report import Finding, FindingKind
 
@@ -80,16 +80,16 @@ class Staleness:
 
     # -- marks -----------------------------------------------------------------------------------------------------
 
-    def over(self, tensor: Tensor, reason: str, label: str = "") -> None:
+    def mark_stale(self, tensor: Tensor, reason: str, label: str = "") -> None:
         """Mark the contents of a tensor as stale: a read before the next write is a finding."""
         place = self._locate(tensor)
         if place is None:
             return
         shadow = self._ordering.memory.shadow(place.storage)
         shadow.label = shadow.label or label
-        over = (reason, None, self._ordering.sequence)
+        mark = StaleMark(reason, None, self._ordering.sequence)
         for start, end in dense_parts(place, _MAX_ENUMERATED_RUNS) or ((place.start, place.end),):
-            shadow.expire(start, end, over)
+            shadow.mark_stale(start, end, mark)
 
     def mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """Register a region, or a graph's host parameter, as a mirror of another region."""
@@ -151,7 +151,7 @@ class Staleness:
             age.rebound[name] = self._ordering.sequence
 
     def _replay_point(self, stream: str, age: Age, location: str) -> Point:
-        return self._ordering._point(self._ordering.lane(stream), f"replay of graph {age.name!r}", location)
+        return self._ordering.new_point(self._ordering.stream_actor(stream), f"replay of graph {age.name!r}", location)
 
     def _padding(self, age: Age, name: str, place: Access, stream: str, generation: int, location: str) -> None:
         """Report input bytes that a statement wrote for an earlier replay and did not write for this replay."""
@@ -260,25 +260,25 @@ class Staleness:
             )
         )
 
-    def stale(self, reason: str, origin: Record | None, point: Point, access: Access, shadow: Shadow) -> None:
+    def stale(self, mark: StaleMark, point: Point, access: Access, shadow: Shadow) -> None:
         """Report a read of bytes that are stale or were never written."""
         if shadow.promised:
             return  # a write may cover them that was launched before and hasn't run
-        two = reason == TWO_WRITERS
+        two = mark.reason == TWO_WRITERS
         self._add(
             Finding(
-                kind=FindingKind.TWO_WRITERS if two else FindingKind.STALE if reason else FindingKind.UNDEFINED,
-                first=self._diagnosis.site(origin[0]) if origin is not None else None,
+                kind=FindingKind.TWO_WRITERS if two else FindingKind.STALE if mark.reason else FindingKind.UNDEFINED,
+                first=self._diagnosis.site(mark.origin[0]) if mark.origin is not None else None,
                 second=self._diagnosis.site(point, access),
                 missing=(
                     "give each row one writer, or accumulate"
                     if two
                     else "write all of it again before it's read"
-                    if reason
+                    if mark.reason
                     else "write all of it, or read only what was written"
                 ),
                 memory=shadow.described,
-                hint=reason,
+                hint=mark.reason,
             )
         )
 

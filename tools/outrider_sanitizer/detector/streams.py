@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Lanes, LastWait, Point
-from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
-from outrider_sanitizer.detector.intervals import UNKNOWN_END, Listener
+from outrider_sanitizer.detector.actors import NOTHING, Actor, Actors, Clock, GraphReplay, LastWait, Point, StreamActor
+from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
+from outrider_sanitizer.detector.intervals import UNKNOWN_END, Listener, StaleMark
 from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.report import caller_location
@@ -28,37 +28,37 @@ class FlagProgress:
     after the reset. Otherwise the device may execute them in the opposite order.
     """
 
-    raised: Point | None = None
+    set_at: Point | None = None
     clock: Clock = field(default_factory=dict)
-    seen: list[Point] = field(default_factory=list)
-    lowered: Point | None = None
+    waits: list[Point] = field(default_factory=list)
+    reset_at: Point | None = None
 
     @property
     def is_set(self) -> bool:
         """True if the flag is set, so a wait passes."""
-        return self.raised is not None
+        return self.set_at is not None
 
     def set(self, point: Point) -> tuple[str, Point] | None:
-        """Set the flag. Returns the fault ("up" or "lowered") and the conflicting point, or None."""
-        if self.raised is not None:
-            return "up", self.raised
-        lowered = self.lowered
-        self.raised = point
+        """Set the flag. Returns the fault ("still set" or "unordered reset") and the conflicting point, or None."""
+        if self.set_at is not None:
+            return "still set", self.set_at
+        reset_at = self.reset_at
+        self.set_at = point
         self.clock = point.actor.release()
-        if lowered is not None and not lowered.happened_before(point):
-            return "lowered", lowered
+        if reset_at is not None and not reset_at.happened_before(point):
+            return "unordered reset", reset_at
         return None
 
     def wait(self, point: Point) -> None:
-        """Record a wait that passes the flag; the caller checks ``up`` first."""
-        self.seen = [*self.seen[-15:], point]
+        """Record a wait that passes the flag; the caller checks :attr:`is_set` first."""
+        self.waits = [*self.waits[-15:], point]
 
     def reset(self, point: Point) -> Point | None:
         """Reset the flag and return a wait of this round that may come later, or None."""
-        early = next((seen for seen in self.seen if not seen.happened_before(point)), None)
-        self.raised = None
-        self.lowered = point
-        self.seen = []
+        early = next((wait for wait in self.waits if not wait.happened_before(point)), None)
+        self.set_at = None
+        self.reset_at = point
+        self.waits = []
         return early
 
 
@@ -107,7 +107,7 @@ class _EventState:
         return (known.clock if known is not None else None) or NOTHING
 
 
-class StreamOrdering(Lanes):
+class StreamOrdering(Actors):
     """The order of operations on streams and host threads; inside a capture, operations are recorded for the replays."""
 
     def __init__(self, listener: Listener, *, rows_follow: bool = False, ranks: RankClocks | None = None) -> None:
@@ -122,8 +122,8 @@ class StreamOrdering(Lanes):
         self.memory = ShadowMemory(listener.reused, strict=rows_follow)
         if ranks is not None and rows_follow:  # such devices number their memory in one sequence, and ranks may read it
             self.memory.shadows = ranks.shadows
-        self.flags_raised_outside = 0
-        """Number of flags that were raised outside the backend interface."""
+        self.flags_set_outside = 0
+        """Number of flags that were set outside the backend interface."""
         self._events: WeakKeyDictionary[Event, _EventState] = WeakKeyDictionary()
         self._flags: WeakKeyDictionary[Flag, FlagProgress] = WeakKeyDictionary()
         self._users: dict[int, WeakSet[CapturedGraph]] = {}
@@ -131,21 +131,21 @@ class StreamOrdering(Lanes):
         self._lost: set[str] = set()
         self._last = 0  # sequence number of the last operation, host access or wait of a host thread
         self._pooled: set[int] = set()  # storages from the pools of graphs, whose addresses later captures alone reuse
-        self._waiting_flag: dict[Lane, tuple[str, Point]] = {}
+        self._waiting_flag: dict[StreamActor, tuple[str, Point]] = {}
 
     # -- accesses ----------------------------------------------------------------------------------------------------
 
     def launched(self, operation: Operation) -> None:
         """Check the accesses of an operation that was enqueued on a stream."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb("launch", operation.stream, operation))
+            capture.steps.append(CapturedStep("launch", operation.stream, operation))
             return
-        lane = self.lane(operation.stream)
-        self._enqueue(lane, lambda: self._launch(lane, operation))
+        actor = self.stream_actor(operation.stream)
+        self._enqueue(actor, lambda: self._launch(actor, operation))
 
-    def _launch(self, lane: Lane, operation: Operation) -> bool:
-        self._access(Point(lane, operation.name, operation.location, self.place(), operation), operation.accesses)
+    def _launch(self, actor: StreamActor, operation: Operation) -> bool:
+        self._access(self.new_point(actor, operation.name, operation.location, operation), operation.accesses)
         self._last = self.sequence
         return True
 
@@ -200,14 +200,14 @@ class StreamOrdering(Lanes):
         for access in accesses:
             shadow = self.memory.shadow(access.storage)
             if access.contested:
-                shadow.expire(access.start, access.end, (TWO_WRITERS, (point, access), point.sequence))
+                shadow.mark_stale(access.start, access.end, StaleMark(TWO_WRITERS, (point, access), point.sequence))
             else:
                 self.touch(point, access, shadow, late)
 
     def host_accessed(self, access: Access, location: str) -> None:
         """Check an access of the calling thread to pinned memory."""
         thread = self.thread()
-        point = self._point(thread, "host write" if access.write else "host read", location)
+        point = self.new_point(thread, "host write" if access.write else "host read", location)
         step = self.steps(HOST)
         point.step = (step[0], step[1] - 1) if step is not None else None
         self.touch(point, access, self.memory.shadow(access.storage))
@@ -219,16 +219,16 @@ class StreamOrdering(Lanes):
         A collective that a graph captured uses the pages that it registered, so its next replay is a finding.
         """
         shadow = self.memory.shadow(storage)
-        point = self._point(self.thread(), "remapping of memory", location)
+        point = self.new_point(self.thread(), "remapping of memory", location)
         self.touch(point, Access(storage, 0, shadow.nbytes or UNKNOWN_END, True, argument="pages"), shadow)
-        shadow.expire(0, shadow.nbytes or UNKNOWN_END, (REMAPPED, (point, None), point.sequence))
+        shadow.mark_stale(0, shadow.nbytes or UNKNOWN_END, StaleMark(REMAPPED, (point, None), point.sequence))
         for captured in self._users.get(storage, ()):
             if captured.has_collective(storage):
                 captured.dead[storage] = (shadow, location)
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
         """Record an allocation in the order of a stream, or of the calling thread."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None and stream != HOST:
             capture.temporaries.add(storage)
             self._pooled.add(storage)
@@ -237,20 +237,20 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self._allocate(self.thread(), storage, nbytes, stream, location)
             return
-        lane = self.lane(stream)
-        self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
+        actor = self.stream_actor(stream)
+        self._enqueue(actor, lambda: self._allocate(actor, storage, nbytes, stream, location))
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
-        point = Point(actor, "allocation", location, self.place())
+        point = self.new_point(actor, "allocation", location)
         if self.memory.waits_for(stream):
             point.step = self.steps(stream)  # the next step there is the first that can use the memory
         self.memory.allocate(storage, nbytes, stream, location, point, False)
-        self._local.allocation = (storage, point)
+        self.local.allocation = (storage, point)
         return True
 
     def freed(self, storage: int, stream: str) -> None:
         """Record a release in the order of a stream, or of the calling thread."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if (capture is not None and stream != HOST) or storage in self._pooled:
             self._pooled.discard(storage)
             return  # the addresses stay with the graph's pool
@@ -263,13 +263,13 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self.memory.free(storage, stream, self.thread(), self._release)
             return
-        lane, location = self.lane(stream), caller_location() if self._held else ""
-        self._enqueue(lane, lambda: self._free(lane, storage, location))
+        actor, location = self.stream_actor(stream), caller_location() if self._held else ""
+        self._enqueue(actor, lambda: self._free(actor, storage, location))
 
-    def _free(self, lane: Lane, storage: int, location: str) -> bool:
+    def _free(self, actor: StreamActor, storage: int, location: str) -> bool:
         """Release memory in the order of a stream: after the accesses before it, which held streams have yet to check."""
-        then = lane.release() if self._held else None
-        free = partial(self.memory.free, storage, lane.name, lane, lambda by: self._release(by, location), then)
+        then = actor.release() if self._held else None
+        free = partial(self.memory.free, storage, actor.name, actor, lambda by: self._release(by, location), then)
         if self._held:
             self.when_none_held(free)
         else:
@@ -277,39 +277,39 @@ class StreamOrdering(Lanes):
         return True
 
     def _release(self, releaser: Actor, location: str = "") -> Point:
-        return Point(releaser, "release of memory", location or caller_location(), self.place())
+        return self.new_point(releaser, "release of memory", location or caller_location())
 
     def address_reused(self, storage: int, previous: int) -> None:
         """Check a new storage at the address of an old one; called right after its allocation."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None and storage in capture.temporaries:
             self.memory.same_place(storage, previous)
             return
-        last: tuple[int, Point] | None = getattr(self._local, "allocation", None)
+        last = self.local.allocation
         self.memory.reuse(previous, last[1] if last is not None and last[0] == storage else None)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def collective(self, stream: str, group: Group, call: Collective, accesses: tuple[Access, ...]) -> None:
-        """Enqueue a rank's half of a collective."""
+        """Enqueue a rank's part of a collective."""
         location = caller_location()
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb("collective", stream, (group, call, accesses, location)))
+            capture.steps.append(CapturedStep("collective", stream, (group, call, accesses, location)))
             return
         assert self.ranks is not None
-        lane = self.lane(stream)
-        half = self.ranks.issue(group, call, in_graph=False, location=location)
+        actor = self.stream_actor(stream)
+        part = self.ranks.issue(group, call, in_graph=False, location=location)
         step = self.steps(stream)
-        self._enqueue(lane, lambda: self._arrive(lane, group, half, accesses, step))
-        self._enqueue(lane, lambda: self._join_collective(lane, group, half))
+        self._enqueue(actor, lambda: self._arrive(actor, group, part, accesses, step))
+        self._enqueue(actor, lambda: self._join_collective(actor, group, part))
         self.ranks.resume()
 
     def _arrive(
         self,
         actor: Actor,
         group: Group,
-        half: WatchedCollectivePart,
+        part: WatchedCollectivePart,
         accesses: tuple[Access, ...],
         step: tuple[str, int] | None,
         replay: GraphReplay | None = None,
@@ -318,23 +318,23 @@ class StreamOrdering(Lanes):
         part.
         """
         assert self.ranks is not None
-        half.clock = actor.release()
-        point = self._point(actor, half.call.kind, half.location)
+        part.clock = actor.release()
+        point = self.new_point(actor, part.call.kind, part.location)
         point.step, point.replay = step, replay
         self._access(point, accesses)
-        self.ranks.arrived(group, half, point)
+        self.ranks.arrived(group, part, point)
         return True
 
-    def _join_collective(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
-        """Join the clocks that a rank's part ``half`` of a collective waits for into the stream's clock. Return False while
+    def _join_collective(self, actor: Actor, group: Group, part: WatchedCollectivePart) -> bool:
+        """Join the clocks that a rank's ``part`` of a collective waits for into the stream's clock. Return False while
         another rank's part is missing.
         """
         assert self.ranks is not None
-        if not half.ready:
+        if not part.ready:
             return False
-        for clock in half.clocks():
+        for clock in part.clocks():
             actor.join(clock)
-        self.ranks.passed(half, group)
+        self.ranks.passed(part, group)
         return True
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -347,45 +347,45 @@ class StreamOrdering(Lanes):
 
     def recorded(self, stream: str, event: Event, generation: int) -> None:
         """Record a new generation of an event, which covers the operations enqueued on the stream so far."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb("record", stream, event))
+            capture.steps.append(CapturedStep("record", stream, event))
             return
-        lane, thread = self.lane(stream), self.thread()
+        actor, thread = self.stream_actor(stream), self.thread()
         state = self._event(event)
-        record = state.records[generation] = _EventRecord(self._point(thread, "record"))
+        record = state.records[generation] = _EventRecord(self.new_point(thread, "record"))
         known = thread.clock
         while len(state.records) > _MAX_GENERATIONS:
             state.records.popitem(last=False)
 
         def step() -> bool:
-            record.clock = self._ordered_launches(lane.release(), thread, known)
+            record.clock = self._ordered_launches(actor.release(), thread, known)
             return True
 
-        self._enqueue(lane, step)
+        self._enqueue(actor, step)
 
     def waited(self, stream: str, event: Event, generation: int) -> None:
         """Order the next operations of ``stream`` after that generation of the event."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb("join" if generation else "wait", stream, (event, generation)))
+            capture.steps.append(CapturedStep("join" if generation else "wait", stream, (event, generation)))
             return
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         state = self._event(event)
         location = caller_location()
         generation = state.covered(generation, self.thread())
-        self._enqueue(lane, lambda: self._wait(lane, state, generation, location))
+        self._enqueue(actor, lambda: self._wait(actor, state, generation, location))
 
-    def _wait(self, lane: Lane, state: _EventState, generation: int, location: str) -> bool:
+    def _wait(self, actor: StreamActor, state: _EventState, generation: int, location: str) -> bool:
         if generation not in state.records:
             return True
         if state.is_pending(generation):
             return False
         clock = state.clock_of(generation)
-        new = lane.join(clock)
+        new = actor.join(clock)
         edge = LastWait(state.name, generation, location)
-        lane.edges.update(dict.fromkeys(clock, edge))
-        self.listener.waited(lane.name, state.name, generation, location, new)
+        actor.edges.update(dict.fromkeys(clock, edge))
+        self.listener.waited(actor.name, state.name, generation, location, new)
         return True
 
     def event_synchronized(self, event: Event, generation: int) -> None:
@@ -398,16 +398,16 @@ class StreamOrdering(Lanes):
 
     def stream_synchronized(self, stream: str) -> None:
         """Order the calling thread after all operations enqueued on the stream."""
-        lane = self.lane(stream)
-        if lane.held is not None:
+        actor = self.stream_actor(stream)
+        if actor.held is not None:
             self._continue_held_streams()
         thread = self.thread()
-        thread.join(self._ordered_launches(lane.release(), thread, thread.clock))
+        thread.join(self._ordered_launches(actor.release(), thread, thread.clock))
         self._last = self.sequence
 
     def device_synchronized(self) -> None:
         """Order the calling thread after every stream."""
-        for stream in list(self.lanes):
+        for stream in list(self.stream_actors):
             self.stream_synchronized(stream)
 
     # -- flags -------------------------------------------------------------------------------------------------------
@@ -420,29 +420,29 @@ class StreamOrdering(Lanes):
 
     def flag_step(self, what: str, stream: str, flag: Flag) -> None:
         """Enqueue a ``set``, ``await`` or ``reset`` of a flag."""
-        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        capture = self.local.capture
         if capture is not None:
-            capture.verbs.append(Verb(what, stream, flag))
+            capture.steps.append(CapturedStep(what, stream, flag))
             return
-        lane = self.lane(stream)
+        actor = self.stream_actor(stream)
         location = caller_location()
-        self._enqueue(lane, lambda: self._flag_verb(what, lane, flag, location, None))
+        self._enqueue(actor, lambda: self._run_flag_step(what, actor, flag, location, None))
         if what == "set":
             self.resume_all()
 
-    def _flag_verb(self, what: str, lane: Lane, flag: Flag, location: str, replay: GraphReplay | None) -> bool:
+    def _run_flag_step(self, what: str, actor: StreamActor, flag: Flag, location: str, replay: GraphReplay | None) -> bool:
         state = self._flag(flag)
         name = f"{'wait for' if what == 'await' else what} flag {flag.name!r}"
         if what == "await" and not state.is_set:
-            if lane not in self._waiting_flag:
-                self._waiting_flag[lane] = (flag.name, self._point(lane, name, location))
+            if actor not in self._waiting_flag:
+                self._waiting_flag[actor] = (flag.name, self.new_point(actor, name, location))
             return False
         if what == "await":
-            self._waiting_flag.pop(lane, None)
-            lane.join(state.clock)
+            self._waiting_flag.pop(actor, None)
+            actor.join(state.clock)
         # A point of its own epoch: resets and sets are ordered against it.
-        lane.taken = True
-        point = self._point(lane, name, location)
+        actor.taken = True
+        point = self.new_point(actor, name, location)
         point.replay = replay
         if what == "await":
             state.wait(point)
@@ -454,7 +454,7 @@ class StreamOrdering(Lanes):
         else:
             early = state.reset(point)
             if early is not None:
-                self.listener.flag("early", flag.name, early, point)
+                self.listener.flag("early reset", flag.name, early, point)
         return True
 
     def _continue_held_streams(self) -> None:
@@ -463,13 +463,13 @@ class StreamOrdering(Lanes):
         """
         if self.ranks is not None:
             self.ranks.passed_without()
-        for lane in list(self._held):
-            held = lane.held
+        for actor in list(self._held):
+            held = actor.held
             if held:
                 held.popleft()
-                self._waiting_flag.pop(lane, None)
+                self._waiting_flag.pop(actor, None)
         if self.ranks is None or not self.ranks.broken:
-            self.flags_raised_outside += 1
+            self.flags_set_outside += 1
         self.resume_all()
 
     def finish(self) -> None:
@@ -477,7 +477,7 @@ class StreamOrdering(Lanes):
         self.resume_all()
         for name, point in self._waiting_flag.values():
             if name not in self._lost:  # else it's the consequence of what was told
-                self.listener.flag("never", name, None, point)
+                self.listener.flag("never set", name, None, point)
         self._waiting_flag.clear()
         self.memory.finish(self._last)
 

@@ -112,6 +112,20 @@ class _Pinned:
         return made.set_(self._storage, low // plain.element_size(), plain.shape, plain.stride())
 
 
+class _ThreadScopes(threading.local):
+    """The sanitizer's state of each thread."""
+
+    def __init__(self) -> None:
+        self.streams: list[str] = []
+        """Names of the streams of the open scopes, the innermost last."""
+        self.modes: list[_SanitizerMode] = []
+        """The sanitizer's dispatch modes, the innermost last."""
+        self.is_inside_operator = False
+        """True inside an operator, whose schema names its accesses."""
+        self.native_graph: Any = None
+        """The graph of torch that the thread captures, or None."""
+
+
 class DerivedSanitizer(Sanitizer):
     """The sanitizer of a backend that reports no accesses. ``rows_apart``: see :func:`~outrider_sanitizer.watch`."""
 
@@ -121,7 +135,7 @@ class DerivedSanitizer(Sanitizer):
         self._rows_apart = rows_apart
         self._storages = Storages(backend)
         self._schemas: dict[Any, _Operands] = {}
-        self._scopes = threading.local()
+        self._scopes = _ThreadScopes()
         self._index: dict[str, int] = {}
         """Number of steps of each stream so far: operations, records, waits, replays, and the steps of replays."""
         self._outside: dict[str, int] = {}
@@ -131,39 +145,26 @@ class DerivedSanitizer(Sanitizer):
 
     # -- placement -------------------------------------------------------------------------------------------------
 
-    @property
-    def _scope(self) -> list[str]:
-        found: list[str] | None = getattr(self._scopes, "streams", None)
-        if found is None:
-            found = self._scopes.streams = []
-        return found
-
     def scope_entered(self, stream: Stream) -> None:
-        self._scope.append(stream.name)
+        self._scopes.streams.append(stream.name)
         # The scope may have brought a dispatch mode of the plugin's own, which would take the operations before an
         # outer mode sees them: ours must be the innermost.
         mode = _SanitizerMode(self)
-        self._modes.append(mode)
+        self._scopes.modes.append(mode)
         mode.__enter__()  # type: ignore[no-untyped-call]
 
     def scope_left(self, stream: Stream) -> None:
         del stream
-        self._scope.pop()
-        self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    @property
-    def _modes(self) -> list[_SanitizerMode]:
-        found: list[_SanitizerMode] | None = getattr(self._scopes, "modes", None)
-        if found is None:
-            found = self._scopes.modes = []
-        return found
+        self._scopes.streams.pop()
+        self._scopes.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def innermost(self, mode: _SanitizerMode) -> bool:
         """Return True if ``mode`` is the innermost mode of this sanitizer on the calling thread."""
-        return not self._modes or self._modes[-1] is mode
+        modes = self._scopes.modes
+        return not modes or modes[-1] is mode
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
-        self._scope.append(stream.name)  # a capture places its callable without a scope of the backend interface
+        self._scopes.streams.append(stream.name)  # a capture places its callable without a scope of the backend interface
         with self._lock:
             self._outside, self._index = self._index, {}  # what is captured counts from the graph's beginning
         super().capture_began(graph, stream)
@@ -171,7 +172,7 @@ class DerivedSanitizer(Sanitizer):
     def capture_ended(self, graph: Graph, failed: bool) -> None:
         super().capture_ended(graph, failed)
         with self._lock:
-            self._captured[graph] = self._index.get(self._scope.pop(), 0)
+            self._captured[graph] = self._index.get(self._scopes.streams.pop(), 0)
             self._index = self._outside
 
     def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
@@ -199,13 +200,13 @@ class DerivedSanitizer(Sanitizer):
         return None if stream == HOST else (stream, self._index.get(stream, 0))
 
     def locate(self, tensor: Tensor) -> Access | None:
-        known = self._storages.known(tensor)
-        return extent(tensor, known[0], False, "", -1) if known is not None else None
+        found = self._storages.known(tensor)
+        return extent(tensor, found[0], False, "", -1) if found is not None else None
 
     def _placed(self) -> str:
         """Return the name of the calling thread's current stream."""
-        scope = self._scope
-        return scope[-1] if scope else _AMBIENT
+        streams = self._scopes.streams
+        return streams[-1] if streams else _AMBIENT
 
     # -- operators -------------------------------------------------------------------------------------------------
 
@@ -238,18 +239,18 @@ class DerivedSanitizer(Sanitizer):
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return array
         with self._lock:
-            known = self._storages.known(tensor)
-        return array if known is None else watched(array, _Pinned(self, known[0].number, tensor))
+            found = self._storages.known(tensor)
+        return array if found is None else watched(array, _Pinned(self, found[0].number, tensor))
 
     def _host_read(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return  # device memory comes to the host through an operator
-        if self._host_only and getattr(self._scopes, "running", False):
+        if self._host_only and self._scopes.is_inside_operator:
             return  # the device is the host: this is the operator, in its place on its stream
         with self._lock:
-            known = self._storages.known(tensor)
-            if known is not None:
-                self.host_accessed(extent(tensor, known[0], False, "", getattr(tensor, _BORN, -1)), caller_location())
+            found = self._storages.known(tensor)
+            if found is not None:
+                self.host_accessed(extent(tensor, found[0], False, "", getattr(tensor, _BORN, -1)), caller_location())
 
     def thread_scope(self) -> AbstractContextManager[Any]:
         """Return the dispatch mode in which a watched thread runs."""
@@ -289,7 +290,9 @@ class DerivedSanitizer(Sanitizer):
     ) -> None:
         if operands.views and self._viewed(inputs, outputs):
             return
-        on_device = bool(self._scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
+        on_device = (
+            bool(self._scopes.streams) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
+        )
         stream = self._placed() if on_device else HOST
         location = caller_location()
         seen, accesses = self._input_accesses(operands, inputs)
@@ -299,19 +302,20 @@ class DerivedSanitizer(Sanitizer):
             if found is None:
                 fresh = True  # memory that isn't watched was filled from what is: it's none of the operands
                 continue
-            if found[0].number in seen:
+            storage, is_new = found
+            if storage.number in seen:
                 if not any(tensor is t for _, t in inputs):  # a view: it keeps the storage, and has an age
                     setattr(tensor, _BORN, self.backend.replays)
                     self._storages.note(tensor)
                 continue
             self._storages.note(tensor)
             fresh = True
-            if found[1]:
-                found[0].home = HOST if found[0].pinned or stream == HOST else stream
-                self.allocated(found[0].number, tensor.untyped_storage().nbytes(), found[0].home, location)
-                self.found(tensor, found[0])
+            if is_new:
+                storage.home = HOST if storage.pinned or stream == HOST else stream
+                self.allocated(storage.number, tensor.untyped_storage().nbytes(), storage.home, location)
+                self.found(tensor, storage)
             if not operands.empty:
-                accesses.append(extent(tensor, found[0], True, name, -1))
+                accesses.append(extent(tensor, storage, True, name, -1))
         if not accesses or not (fresh or operands.writes or operands.waits):
             return  # questions move no bytes
         if stream == HOST:
@@ -332,15 +336,16 @@ class DerivedSanitizer(Sanitizer):
             found = self._storages.known(tensor)
             if found is None:
                 continue
-            seen.add(found[0].number)
-            if found[1]:
+            storage, is_new = found
+            seen.add(storage.number)
+            if is_new:
                 self._storages.note(tensor)
             write = name in operands.writes
             if operands.like and not write:
                 continue
             born = getattr(tensor, _BORN, -1)
             by_rows = self._rows_apart and name in operands.rows
-            accesses.append(extent(tensor, found[0], write, name, born, by_rows))
+            accesses.append(extent(tensor, storage, write, name, born, by_rows))
         return seen, accesses
 
     def _viewed(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
@@ -398,12 +403,12 @@ class _SanitizerMode(TorchDispatchMode):
         if _of_a_library():
             return func(*args, **kwargs)
         scopes = self._sanitizer._scopes
-        before = getattr(scopes, "running", False)
-        scopes.running = True  # what it reads is its own access, which its schema names
+        before = scopes.is_inside_operator
+        scopes.is_inside_operator = True  # what it reads is its own access, which its schema names
         try:
             result = func(*args, **kwargs)
         finally:
-            scopes.running = before
+            scopes.is_inside_operator = before
         if self._sanitizer.innermost(self):
             self._sanitizer.dispatched(func, args, kwargs, result)
         return result

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
-from outrider_sanitizer.detector.actors import Point
 from outrider_sanitizer.detector.diagnose import Diagnoser
 from outrider_sanitizer.detector.intervals import Listener
 from outrider_sanitizer.detector.ordering import Ordering
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.device import Backend, Collective, Decision, Event, Flag, Graph, Group, Stream
-    from outrider_sanitizer.detector.memory import Shadow
 
 
 class Sanitizer(Observer):
@@ -104,9 +102,6 @@ class Sanitizer(Observer):
         counts[0] += 1
         counts[1] += new
 
-    def _read(self, point: Point, access: Access, shadow: Shadow) -> None:
-        self._staleness.check_read(point, access, shadow)
-
     def _uses(self, stream: str) -> None:
         """Record that a stream received an operation, for the report's counts."""
         if stream not in self._used:
@@ -115,7 +110,7 @@ class Sanitizer(Observer):
 
     def _watch_reads(self) -> None:
         # Reads pass through Python once more only when a rule needs them.
-        self._ordering.listener.read = self._read
+        self._ordering.listener.read = self._staleness.check_read
 
     def finish(self) -> Report:
         """End the run and return the report, with flags that hang, waits that can be removed, and blind spots."""
@@ -124,7 +119,7 @@ class Sanitizer(Observer):
             self.ranks.finish()
             self.report.advice += [Advice(*wait, count) for wait, (count, ordering) in self._waits.items() if not ordering]
             blind = {
-                "a flag was raised outside the backend interface": self._ordering.flags_raised_outside,
+                "a flag was raised outside the backend interface": self._ordering.flags_set_outside,
                 "the oldest of many accesses with holes to the same bytes": sum(
                     shadow.forgotten for shadow in self._ordering.memory.shadows.values()
                 ),
@@ -137,7 +132,7 @@ class Sanitizer(Observer):
     def stream_created(self, stream: Stream) -> None:
         with self._lock:
             self._streams[stream.name] = stream
-            self._ordering.lane(stream.name)
+            self._ordering.stream_actor(stream.name)
             if self.backend.control is not None:
                 self._labels[stream.name] = self.backend.control.steps(stream)[0]
 
@@ -267,11 +262,11 @@ class Sanitizer(Observer):
             self._ordering.host_accessed(
                 Access(place.storage, place.start, place.end, True, argument="renew"), caller_location()
             )
-            self._staleness.over(tensor, f"{label} was renewed for generation {generation} and not filled since")
+            self._staleness.mark_stale(tensor, f"{label} was renewed for generation {generation} and not filled since")
 
     def marked_stale(self, tensor: Tensor, reason: str) -> None:
         with self._lock:
-            self._staleness.over(tensor, reason)
+            self._staleness.mark_stale(tensor, reason)
 
     def marked_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         with self._lock:

@@ -140,8 +140,7 @@ class TorchSanitizer(DerivedSanitizer):
 
     @property
     def _capture(self) -> object | None:
-        found: object | None = getattr(self._ordering._local, "capture", None)
-        return found
+        return self._ordering.local.capture
 
     def _event_recorded(self, handle: int, stream: int) -> None:
         with self._lock:
@@ -224,7 +223,7 @@ class TorchSanitizer(DerivedSanitizer):
             original(graph, *args, **kwargs)
             made: Any = RawTorchGraph()
             self._graphs[graph] = made
-            self._scopes.native = graph
+            self._scopes.native_graph = graph
             with self._lock:
                 self._begin()
                 self._captures(made, self._placed())
@@ -247,7 +246,7 @@ class TorchSanitizer(DerivedSanitizer):
                 original(graph)
                 failed = False
             finally:
-                self._scopes.native = None
+                self._scopes.native_graph = None
                 made: Any = self._graphs.get(graph)
                 if made is not None:  # else it's one of the backend interface's, which tells its end itself
                     with self._lock:
@@ -275,7 +274,7 @@ class TorchSanitizer(DerivedSanitizer):
         self._index[stream] = self._index.get(stream, 0) + 1 + self._captured.get(graph, 0)
 
     def _triton_launched(self, name: str, tensors: Sequence[tuple[str, Any, bool, bool]]) -> None:
-        if getattr(self._scopes, "running", False):
+        if self._scopes.is_inside_operator:
             return  # inside an operator, whose schema says what it does
         location = caller_location()
         with self._lock:
@@ -306,7 +305,7 @@ class TorchSanitizer(DerivedSanitizer):
         """Begin the handling of one torch report: set the calling thread and handle releases since the last report."""
         if self._backward and not is_python_thread():
             # A thread of autograd's engine: it does what the thread that waits for it asked for.
-            local = self._ordering._local
+            local = self._ordering.local
             local.actor, local.capture = self._backward[-1]
         self._freed()
 
@@ -381,7 +380,7 @@ class TorchSanitizer(DerivedSanitizer):
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         """Assign the capture that torch has just begun to a graph of the backend interface, which knows its inputs."""
-        native = getattr(self._scopes, "native", None)
+        native = self._scopes.native_graph
         with self._lock:
             if native is not None:
                 made: Any = self._graphs.pop(native)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, ControllableDevice, Group, Stream
+from outrider.device import Backend, CapabilityError, ControllableDevice, Group, Stream
 from outrider_sanitizer.report import FindingKind, Report
 
 if TYPE_CHECKING:
@@ -206,10 +206,10 @@ def rank_race(
 
 
 def control_of(backend: Backend) -> ControllableDevice:
-    """Return the control of a simulated device."""
-    control = backend.control
-    assert control is not None, f"{backend.label} decides its schedules itself; ranks of the corpus need one such as 'sim'"
-    return control
+    """Return the control of a simulated device. Raises :class:`CapabilityError` for another device."""
+    if backend.control is None:
+        raise CapabilityError(f"{backend.label} decides its schedules itself; explore needs one such as 'sim'")
+    return backend.control
 
 
 def decision_named(report: Report) -> str:

@@ -85,7 +85,7 @@ class SimDeviceState:
                 plain.set_(reused, 0, shape)  # type: ignore[call-overload]  # the stubs lack it
             if self.options.poison:
                 plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
-        allocation = HostAllocation(plain, self._release_host, self.host_access, self.host_range, self.memory.next_id())
+        allocation = HostAllocation(plain, self, self.memory.next_id())
         if self.machine.scheduler.strategy.needs_accesses:
             self.machine.scheduler.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
         tap = self.machine.tap
@@ -96,7 +96,8 @@ class SimDeviceState:
             tap.allocated(allocation, None)
         return pin(plain, allocation)
 
-    def _release_host(self, allocation: HostAllocation) -> None:
+    def release_host(self, allocation: HostAllocation) -> None:
+        """Report that pinned memory was freed, and return `guarded` memory for reuse."""
         if self.machine.tap is not None:
             self.machine.tap.freed(allocation)
         if allocation.kept is not None:

@@ -15,12 +15,13 @@ import _thread
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import DeadlockError, ProcessView, StreamOrderError
 from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, action_text, age, can_run, reason
 from outrider_sim.options import SimOptions
-from outrider_sim.strategies import Schedule, ScheduleStep, Strategy, make_strategy
+from outrider_sim.strategies import Delay, Schedule, ScheduleStep, Strategy, make_strategy
 
 if TYPE_CHECKING:
     from outrider_sim.machine.stream_machine import StreamMachine
@@ -253,7 +254,7 @@ class HostScheduler:
         """Return the deviations from program order since the last reset."""
         if not self.asks:
             self.record_host_first_delays(self.main, 1)
-        return Schedule.from_delays(self.delays)
+        return Schedule(starmap(Delay, self.delays.items()))
 
     def record_host_first_delays(self, me: HostThread, further: int) -> None:
         """Record a delay for each stream with a runnable operation: the operation waits for the thread's current step. Called

@@ -8,12 +8,15 @@ the contents of the caller's object.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from outrider.device.arrays import watched
+
+if TYPE_CHECKING:
+    from outrider_sim.machine.device_state import SimDeviceState
 
 _FROM_NUMPY = torch.from_numpy  # a watched run replaces the name
 
@@ -21,19 +24,12 @@ _FROM_NUMPY = torch.from_numpy  # a watched run replaces the name
 class HostAllocation:
     """Pinned memory from the call that made it to the last reference. `id` is never used twice.
 
-    `accessed` is called for each host read or write. It belongs to the memory's device, whichever device is current.
+    `sim` is the device that made the memory, whichever device is current. It learns of each host read and write.
     """
 
-    __slots__ = ("accessed", "address", "id", "kept", "line", "nbytes", "range_seen", "release", "users")
+    __slots__ = ("address", "id", "kept", "line", "nbytes", "sim", "users")
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        release: Callable[[HostAllocation], None],
-        accessed: Callable[[PinnedTensor, bool], None],
-        range_seen: Callable[[HostAllocation, int, int, bool], None],
-        ident: int,
-    ) -> None:
+    def __init__(self, tensor: Tensor, sim: SimDeviceState, ident: int) -> None:
         storage = tensor.untyped_storage()
         self.address = storage.data_ptr()
         self.id = ident
@@ -41,20 +37,18 @@ class HostAllocation:
         self.nbytes = storage.nbytes()
         self.line = ""
         self.kept: torch.UntypedStorage | None = None  # what a release gives back to the caching host allocator
-        self.release = release
-        self.accessed = accessed
-        self.range_seen = range_seen
+        self.sim = sim
 
     def range_accessed(self, low: int, high: int, write: bool) -> None:
         """Report that the host reads or writes the bytes from `low` to `high` of this allocation."""
-        self.range_seen(self, low, high, write)
+        self.sim.host_range(self, low, high, write)
 
     def tensor_over(self, array: Any) -> PinnedTensor:
         """Return a pinned tensor over the bytes of a plain array in this allocation."""
         return pin(_FROM_NUMPY(array), self)
 
     def __del__(self) -> None:
-        self.release(self)
+        self.sim.release_host(self)
 
 
 class PinnedTensor(Tensor):
@@ -88,7 +82,7 @@ class PinnedTensor(Tensor):
         return watched(self.plain(write=None).numpy(), self._alloc)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        self._alloc.accessed(self, False)
+        self._alloc.sim.host_access(self, False)
         made = self.numpy()
         return made.astype(*args) if args and args[0] is not None else made
 
@@ -102,7 +96,7 @@ class PinnedTensor(Tensor):
         """Return a plain host tensor over the same bytes, and report a host read or write (`write`; None: no access)."""
         made = alias(self)
         if write is not None:
-            self._alloc.accessed(self, write)
+            self._alloc.sim.host_access(self, write)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -374,7 +374,7 @@ class StreamMachine:
         elif kind == OperationKind.COLLECTIVE_START:
             op.target.start(start)
         elif kind == OperationKind.COLLECTIVE:
-            start = max(start, op.target.meeting.time)
+            start = max(start, op.target.rendezvous.time)
             try:
                 op.target.release()
             except DeviceError as error:

@@ -33,15 +33,15 @@ class CapturedCollective:
     def __init__(self, member: Member, call: IssuedCollective) -> None:
         self._member = member
         self.call = call
-        self._half: CollectivePart | None = None
+        self._part: CollectivePart | None = None
 
     def again(self, op: Op) -> Op:
         """Return a copy of `op` for one more replay; the start operation issues a new part of the collective."""
         if op.kind == OperationKind.COLLECTIVE_START:
-            self._half = self._member.issue(self.call)
-            self._half.captured = self
+            self._part = self._member.issue(self.call)
+            self._part.captured = self
         fresh = op.again()
-        fresh.target = self._half
+        fresh.target = self._part
         return fresh
 
 
@@ -60,34 +60,34 @@ class SimGroup(Group):
         self.member = member
         member.error = self._failure
 
-    def _failure(self, reason: str, half: CollectivePart) -> CollectiveError:
+    def _failure(self, reason: str, part: CollectivePart) -> CollectiveError:
         if reason.startswith(STUCK):
-            text = f"{half.call.collective} never ends on rank {self.rank} of group {self.name!r}: {reason}"
-            return RanksDeadlock(text, self.name, self.rank, half.number, half.call.name)
-        told = self.failed(reason, half.call.collective)
-        return CollectiveError(str(told), self.name, self.rank, half.number, half.call.name)
+            text = f"{part.call.collective} never ends on rank {self.rank} of group {self.name!r}: {reason}"
+            return RanksDeadlock(text, self.name, self.rank, part.number, part.call.name)
+        told = self.failed(reason, part.call.collective)
+        return CollectiveError(str(told), self.name, self.rank, part.number, part.call.name)
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
-        self._issue(lambda meeting: _reduce(meeting, reduction), tensor, tensor)
+        self._issue(lambda rendezvous: _reduce(rendezvous, reduction), tensor, tensor)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
         self._issue(_gather, tensor, output)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
-        self._issue(lambda meeting: _reduce_scatter(meeting, reduction), tensor, output)
+        self._issue(lambda rendezvous: _reduce_scatter(rendezvous, reduction), tensor, output)
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         mine = self.rank == root
-        self._issue(lambda meeting: _copy(meeting, root), tensor if mine else None, None if mine else tensor)
+        self._issue(lambda rendezvous: _copy(rendezvous, root), tensor if mine else None, None if mine else tensor)
 
     def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
         self._issue(_exchange, tensor, output)
 
     def _send(self, tensor: Tensor, to: int) -> None:
-        self._issue(lambda meeting: _copy(meeting, meeting.members[0]), tensor, None, (self.rank, to))
+        self._issue(lambda rendezvous: _copy(rendezvous, rendezvous.members[0]), tensor, None, (self.rank, to))
 
     def _receive(self, tensor: Tensor, source: int) -> None:
-        self._issue(lambda meeting: _copy(meeting, meeting.members[0]), None, tensor, (source, self.rank))
+        self._issue(lambda rendezvous: _copy(rendezvous, rendezvous.members[0]), None, tensor, (source, self.rank))
 
     def _issue(
         self,
@@ -163,13 +163,13 @@ def _inner(tensor: Tensor | None) -> Tensor | None:
 # -- values: every operand is read before any is written --------------------------------------------------------------
 
 
-def _read_operands(meeting: CollectiveRendezvous) -> list[Tensor]:
-    return [meeting.halves[index].call.read for index in meeting.members]
+def _read_operands(rendezvous: CollectiveRendezvous) -> list[Tensor]:
+    return [rendezvous.parts[index].call.read for index in rendezvous.members]
 
 
-def _writes(meeting: CollectiveRendezvous, results: Sequence[Tensor]) -> None:
-    for index, result in zip(meeting.members, results, strict=True):
-        meeting.halves[index].call.write.copy_(result)
+def _writes(rendezvous: CollectiveRendezvous, results: Sequence[Tensor]) -> None:
+    for index, result in zip(rendezvous.members, results, strict=True):
+        rendezvous.parts[index].call.write.copy_(result)
 
 
 def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
@@ -187,28 +187,28 @@ def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
     return total.to(first.dtype)
 
 
-def _reduce(meeting: CollectiveRendezvous, reduction: Reduction) -> None:
-    total = _reduced(_read_operands(meeting), reduction)
-    _writes(meeting, [total] * len(meeting.members))
+def _reduce(rendezvous: CollectiveRendezvous, reduction: Reduction) -> None:
+    total = _reduced(_read_operands(rendezvous), reduction)
+    _writes(rendezvous, [total] * len(rendezvous.members))
 
 
-def _gather(meeting: CollectiveRendezvous) -> None:
-    stacked = torch.stack(_read_operands(meeting))
-    _writes(meeting, [stacked] * len(meeting.members))
+def _gather(rendezvous: CollectiveRendezvous) -> None:
+    stacked = torch.stack(_read_operands(rendezvous))
+    _writes(rendezvous, [stacked] * len(rendezvous.members))
 
 
-def _reduce_scatter(meeting: CollectiveRendezvous, reduction: Reduction) -> None:
-    total = _reduced(_read_operands(meeting), reduction)
-    _writes(meeting, [total[i].clone() for i in range(len(meeting.members))])
+def _reduce_scatter(rendezvous: CollectiveRendezvous, reduction: Reduction) -> None:
+    total = _reduced(_read_operands(rendezvous), reduction)
+    _writes(rendezvous, [total[i].clone() for i in range(len(rendezvous.members))])
 
 
-def _exchange(meeting: CollectiveRendezvous) -> None:
-    parts = _read_operands(meeting)
-    _writes(meeting, [torch.stack([part[i] for part in parts]) for i in range(len(parts))])
+def _exchange(rendezvous: CollectiveRendezvous) -> None:
+    parts = _read_operands(rendezvous)
+    _writes(rendezvous, [torch.stack([part[i] for part in parts]) for i in range(len(parts))])
 
 
-def _copy(meeting: CollectiveRendezvous, source: int) -> None:
-    value = meeting.halves[source].call.read.clone()
-    for half in meeting.halves.values():
-        if half.call.write is not None:
-            half.call.write.copy_(value)
+def _copy(rendezvous: CollectiveRendezvous, source: int) -> None:
+    value = rendezvous.parts[source].call.read.clone()
+    for part in rendezvous.parts.values():
+        if part.call.write is not None:
+            part.call.write.copy_(value)

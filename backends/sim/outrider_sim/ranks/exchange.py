@@ -32,7 +32,7 @@ class IssuedCollective(NamedTuple):
     facts: tuple[tuple[str, object], ...]
     line: str
     compute: Callable[[CollectiveRendezvous], None]
-    read: Any  # the host tensor over simulated memory that `compute` reads of this half, or None
+    read: Any  # the host tensor over simulated memory that `compute` reads of this part, or None
     write: Any  # the one that it writes
     collective: Any = None  # the `Collective` that was reported to tools
 
@@ -51,7 +51,7 @@ class CollectivePart:
     member: Member
     issued: IssuedCollective
     number: int
-    meeting: CollectiveRendezvous
+    rendezvous: CollectiveRendezvous
     captured: Any = None
     """The call in a graph that this is one replay of; a rebinding changes its operands."""
     started: bool = False
@@ -81,7 +81,7 @@ class CollectivePart:
     @property
     def can_end(self) -> bool:
         """Return whether every rank's part has started or this part has failed."""
-        return self.failed is not None or self.meeting.begun or self._is_buffered
+        return self.failed is not None or self.rendezvous.begun or self._is_buffered
 
     @property
     def _is_buffered(self) -> bool:
@@ -89,8 +89,8 @@ class CollectivePart:
         most, channel = self.member.machine.options.eager_sends, self.call.channel
         if not most or channel is None or self.member.index != channel[0] or not self.started:
             return False
-        meetings = self.member.group.meetings.items()
-        return sum(at == channel and n <= self.number and not m.begun for (at, n), m in meetings) <= most
+        rendezvous = self.member.group.rendezvous.items()
+        return sum(at == channel and n <= self.number and not m.begun for (at, n), m in rendezvous) <= most
 
     def start(self, now: float) -> None:
         """Occupy a resident place on the device and mark this rank's part as started."""
@@ -98,23 +98,23 @@ class CollectivePart:
         if self.failed is None:
             self.resident = True
             self.member.machine.resident += 1
-        self.meeting.time = max(self.meeting.time, now)
+        self.rendezvous.time = max(self.rendezvous.time, now)
 
     def release(self) -> None:
         """Free the resident place. The first part that ends computes the results of all ranks; a failed part raises."""
         if self.resident:
             self.resident = False
             self.member.machine.resident -= 1
-        meeting = self.meeting
+        rendezvous = self.rendezvous
         if self.failed is not None:
             raise self.member.error(self.failed, self)
-        if not meeting.begun:  # a buffered send: the receiver gets the values of now
+        if not rendezvous.begun:  # a buffered send: the receiver gets the values of now
             self.issued, self.captured = self.call._replace(read=self.call.read.clone()), None
             return
-        if not meeting.done:
-            meeting.done = True
-            self.call.compute(meeting)
-        self.member.group.meetings.pop(meeting.key, None)
+        if not rendezvous.done:
+            rendezvous.done = True
+            self.call.compute(rendezvous)
+        self.member.group.rendezvous.pop(rendezvous.key, None)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -123,19 +123,19 @@ class CollectiveRendezvous:
 
     key: tuple[Channel, int]
     members: tuple[int, ...]
-    halves: dict[int, CollectivePart] = field(default_factory=dict)
+    parts: dict[int, CollectivePart] = field(default_factory=dict)
     done: bool = False
     time: float = 0.0
 
     @property
     def begun(self) -> bool:
         """True once every rank's part has started."""
-        return self.done or (len(self.halves) == len(self.members) and all(half.started for half in self.halves.values()))
+        return self.done or (len(self.parts) == len(self.members) and all(part.started for part in self.parts.values()))
 
     @property
     def missing(self) -> tuple[int, ...]:
         """The indices of the ranks that haven't issued their part of the collective."""
-        return tuple(index for index in self.members if index not in self.halves)
+        return tuple(index for index in self.members if index not in self.parts)
 
 
 class Member:
@@ -149,7 +149,7 @@ class Member:
         self.closed = False
         self.counts: dict[Channel, int] = {}
         self.last: CollectivePart | None = None
-        self.error: Callable[[str, CollectivePart], Exception] = lambda reason, half: RuntimeError(f"{half}: {reason}")
+        self.error: Callable[[str, CollectivePart], Exception] = lambda reason, part: RuntimeError(f"{part}: {reason}")
 
     def issue(self, call: IssuedCollective) -> CollectivePart:
         """Create this rank's next part in the channel of `call`, and compare it with the parts of the other ranks.
@@ -161,18 +161,18 @@ class Member:
         self.counts[call.channel] = number
         self.thread = self.machine.scheduler.thread
         key = (call.channel, number)
-        meeting = group.meetings.get(key)
-        if meeting is None:
-            meeting = group.meetings[key] = CollectiveRendezvous(key, call.channel or tuple(range(group.size)))
-        half = meeting.halves[self.index] = self.last = CollectivePart(self, call, number, meeting)
+        rendezvous = group.rendezvous.get(key)
+        if rendezvous is None:
+            rendezvous = group.rendezvous[key] = CollectiveRendezvous(key, call.channel or tuple(range(group.size)))
+        part = rendezvous.parts[self.index] = self.last = CollectivePart(self, call, number, rendezvous)
         if group.broken:
-            half.failed = group.broken
-        for other in meeting.halves.values():
+            part.failed = group.broken
+        for other in rendezvous.parts.values():
             difference = other.call.differs(call)
             if difference:
-                group.give_up(f"rank {other.member.index} asks for {other}, rank {self.index} for {half}: {difference}")
-                raise self.error(str(half.failed), half)
-        return half
+                group.give_up(f"rank {other.member.index} asks for {other}, rank {self.index} for {part}: {difference}")
+                raise self.error(str(part.failed), part)
+        return part
 
     @property
     def gone(self) -> str:
@@ -192,16 +192,16 @@ class RankGroup:
         self.ranks = ranks
         self.size = len(ranks)
         self.members: dict[int, Member] = {}
-        self.meetings: dict[tuple[Channel, int], CollectiveRendezvous] = {}
+        self.rendezvous: dict[tuple[Channel, int], CollectiveRendezvous] = {}
         self.broken = ""
 
     def give_up(self, reason: str) -> None:
         """Fail all parts that wait for another rank, and all parts issued later, with `reason`."""
         self.broken = self.broken or reason
-        for meeting in self.meetings.values():
-            if not meeting.begun:
-                for half in meeting.halves.values():
-                    half.failed = half.failed or self.broken
+        for rendezvous in self.rendezvous.values():
+            if not rendezvous.begun:
+                for part in rendezvous.parts.values():
+                    part.failed = part.failed or self.broken
 
 
 class Exchange:
@@ -248,21 +248,21 @@ class Exchange:
         for group in self._all():
             if group.broken:
                 continue
-            waiting = [m for m in group.meetings.values() if m.halves and not m.begun]
+            waiting = [m for m in group.rendezvous.values() if m.parts and not m.begun]
             if len(group.members) < group.size:
                 missing = [group.ranks[i] for i in range(group.size) if i not in group.members]
                 group.give_up(f"rank {', '.join(map(str, missing))} of the world didn't join")
                 found = True
-            elif any(self._held(half) for meeting in waiting for half in meeting.halves.values()):
+            elif any(self._held(part) for rendezvous in waiting for part in rendezvous.parts.values()):
                 graph = graph or self.graph()
                 group.give_up(graph)
                 found = True
         return found
 
     @staticmethod
-    def _held(half: CollectivePart) -> bool:
-        queue = half.stream.queue if half.stream is not None else None
-        return bool(queue) and queue[0].target is half  # type: ignore[index,unused-ignore]  # some mypy forgets the check
+    def _held(part: CollectivePart) -> bool:
+        queue = part.stream.queue if part.stream is not None else None
+        return bool(queue) and queue[0].target is part  # type: ignore[index,unused-ignore]  # some mypy forgets the check
 
     def graph(self) -> str:
         """Return the wait-for graph of the ranks as text, with its cycle if it has one."""
@@ -287,44 +287,44 @@ class Exchange:
             lines.append("who waits for whom: " + " → ".join(f"rank {rank}" for rank in circle))
         return f"{STUCK}:\n  " + "\n  ".join(lines)
 
-    def _waiting_reason(self, half: CollectivePart, edges: dict[int, set[int]]) -> str:
-        machine = half.member.machine
+    def _waiting_reason(self, part: CollectivePart, edges: dict[int, set[int]]) -> str:
+        machine = part.member.machine
         mine = edges.setdefault(machine.rank, set())
-        group = half.member.group
-        if not half.started:
+        group = part.member.group
+        if not part.started:
             taken = [
                 other
                 for groups in self._groups.values()
                 for each in groups
-                for meeting in each.meetings.values()
-                for other in meeting.halves.values()
+                for rendezvous in each.rendezvous.values()
+                for other in rendezvous.parts.values()
                 if other.resident and other.member.machine is machine
             ]
             for other in taken:
                 mine.update(self._late_ranks(other))
             most = machine.options.resident
             return f"which needs a place on the device (resident={most}); {', '.join(map(str, taken))} has it"
-        parts = []
-        for index in self._late_indexes(half):
+        reasons = []
+        for index in self._late_indexes(part):
             member = group.members[index]
             mine.add(member.machine.rank)
-            other_half = half.meeting.halves.get(index)
-            if other_half is not None:
+            issued = part.rendezvous.parts.get(index)
+            if issued is not None:
                 text = "issued it, and it hasn't started"
             elif member.gone:
                 text = member.gone
             else:
                 text = "hasn't issued it"
-            last = f"; its last there: {member.last}" if member.last is not None and other_half is None else ""
-            parts.append(f"rank {member.machine.rank}, which {text}{last}")
-        return "and waits for " + " and ".join(parts)
+            last = f"; its last there: {member.last}" if member.last is not None and issued is None else ""
+            reasons.append(f"rank {member.machine.rank}, which {text}{last}")
+        return "and waits for " + " and ".join(reasons)
 
-    def _late_ranks(self, half: CollectivePart) -> Sequence[int]:
-        return [half.member.group.members[index].machine.rank for index in self._late_indexes(half)]
+    def _late_ranks(self, part: CollectivePart) -> Sequence[int]:
+        return [part.member.group.members[index].machine.rank for index in self._late_indexes(part)]
 
     @staticmethod
-    def _late_indexes(half: CollectivePart) -> list[int]:
-        return [i for i in half.meeting.members if i not in half.meeting.halves or not half.meeting.halves[i].started]
+    def _late_indexes(part: CollectivePart) -> list[int]:
+        return [i for i in part.rendezvous.members if i not in part.rendezvous.parts or not part.rendezvous.parts[i].started]
 
 
 def _circle(edges: dict[int, set[int]]) -> list[int]:

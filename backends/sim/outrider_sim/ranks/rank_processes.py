@@ -133,7 +133,7 @@ def run_ranks(scheduler: HostScheduler, bodies: Sequence[Callable[[], None]], vi
     if missing:
         raise ConfigError(f"{len(bodies)} ranks need as many devices; make sim:{missing[0]} first")
     store = SimStore(scheduler)
-    with _torch_distributed(scheduler, store, len(bodies)):
+    with _torch_distributed(store, len(bodies)):
         scheduler.ambient.extend((AttributeView(c10d, "_world"), *views))
         try:
             scheduler.hosts.run_threads(
@@ -150,22 +150,22 @@ def _rank(backend: SimBackend, body: Callable[[], None]) -> None:
 
 
 @contextmanager
-def _torch_distributed(scheduler: HostScheduler, store: SimStore, size: int) -> Generator[None]:
+def _torch_distributed(store: SimStore, size: int) -> Generator[None]:
     """Make torch.distributed create simulated groups inside the block, whichever backend a script names."""
     isolate: Any = getattr(torch_c10d(), "_set_thread_isolation_mode", None)
     if isolate is None:
         raise CapabilityError("this torch can't keep the groups of threads apart, so ranks of a script can't be watched")
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "sim"])
-    backend = scheduler.machines[0].sim.backend()
-    special = Functional().handlers()
-    backend.handle_specially(special)
+    registration = registered()
+    assert registration is not None, "the ranks' devices exist"
+    registration.dispatcher.override_operators(Functional().handlers())
     before = {name: getattr(c10d, name) for name in ("init_process_group", "new_group")}
     outside = {name: getattr(dist, name) for name in before}
 
     def init(*args: Any, **kwargs: Any) -> None:
         del args
-        rank = backend.current_rank()
+        rank = registration.dispatcher.rank_device().machine.rank
         for name, mine in (("rank", rank), ("world_size", size)):
             if kwargs.get(name, -1) not in (-1, mine):
                 raise ConfigError(f"init_process_group({name}={kwargs[name]}): this is rank {rank} of {size}")

@@ -58,19 +58,19 @@ class Dispatcher:
         self.current = current
         self.thread_device = threading.local()  # `device`: the device of the calling thread's rank
         self.has_several_devices = False  # several devices exist, so the operands determine a call's device
-        self._planner = Planner(self)
+        self.planner = Planner(self)
         self.infos: dict[Any, OpInfo] = {}
-        self._lines = SourceLines()
+        self.lines = SourceLines()
         self.tensor_operators = tensors = TensorOperators(self)
         self._host_operators = HostOperators(self)
         self._special: dict[str, Callable[..., Any]] = {
             "aten::copy_": tensors.copy_,
-            "aten::_copy_from": tensors.copy_from,
+            "aten::_copy_from": lambda source, target, non_blocking=False: tensors.copy_(target, source, non_blocking),
             "aten::_to_copy": tensors.to_copy,
-            "aten::empty.memory_format": self.tensor_operators.empty,
-            "aten::empty_strided": self.tensor_operators.empty_strided,
+            "aten::empty.memory_format": tensors.empty,
+            "aten::empty_strided": tensors.empty_strided,
             "aten::detach": tensors.detach,
-            "aten::record_stream": self._record_stream,
+            "aten::record_stream": SimTensor.record_stream,
             # Wrappers carry no lazy conjugate or negative bit, so these are computed: values agree, memory isn't shared.
             "aten::_conj": lambda tensor: self(torch.ops.aten.conj_physical.default, (tensor,), None),
             "aten::_neg_view": lambda tensor: self(torch.ops.aten.neg.default, (tensor,), None),
@@ -78,7 +78,7 @@ class Dispatcher:
         }
         self._special.update(self._host_operators.kernels())
         self._special.update((f"aten::{name}", kernel) for name, kernel in composites.kernels())
-        self._ways: dict[OperatorKind, Callable[..., Any]] = {
+        self._run_by_kind: dict[OperatorKind, Callable[..., Any]] = {
             OperatorKind.COMPUTE: self.compute,
             OperatorKind.VIEW: tensors.view,
             OperatorKind.METADATA: tensors.metadata,
@@ -94,7 +94,7 @@ class Dispatcher:
         """Run one operator call on the current device."""
         machine = self.current.machine
         if machine.tells:
-            machine.local.line = self._lines.now()
+            machine.local.line = self.lines.now()
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._create_handler(func)
@@ -135,16 +135,12 @@ class Dispatcher:
             raise RuntimeError(f"there is no device {device}: this host has {len(scheduler.machines)}")
         return None
 
-    def line_now(self) -> str:
-        """Return the calling program's source line, as reports show it."""
-        return self._lines.now()
-
     def rank_device(self) -> SimDeviceState:
         """The device of the calling thread's rank, or the current device if the thread is no rank."""
         found: SimDeviceState = getattr(self.thread_device, "sim", self.current)
         return found
 
-    def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+    def override_operators(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
         """Register functions that run instead of the operators of the given names."""
         self._special.update(handlers)
         self._handlers.clear()
@@ -174,10 +170,10 @@ class Dispatcher:
             handler: Callable[..., Any] = lambda args, kwargs: special(*args, **kwargs)  # noqa: E731
         elif info.name in _LIKE:
             handler = partial(self.tensor_operators.empty_like, info)
-        elif info.way is OperatorKind.COMPUTE and any(argument.name == "device" for argument in func._schema.arguments):
+        elif info.kind is OperatorKind.COMPUTE and any(argument.name == "device" for argument in func._schema.arguments):
             handler = partial(self.tensor_operators.filled_like, info)
         else:
-            handler = partial(self._ways[info.way], info)
+            handler = partial(self._run_by_kind[info.kind], info)
         self._handlers[func] = handler
         return handler
 
@@ -262,7 +258,7 @@ class Dispatcher:
         looked_up = tuple(key)
         plan = info.plans.get(looked_up)
         if plan is None:
-            plan = self.plan(info, looked_up, args, kwargs)
+            plan = self.planner.plan(info, looked_up, args, kwargs)
         if plan.resized:
             for name, meta in plan.resized:
                 self.tensor_operators.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
@@ -312,10 +308,6 @@ class Dispatcher:
         allocation = sim.memory.allocate(meta.extent, stream)
         return wrap(allocation.block.inner(meta), meta, allocation, sim.device)
 
-    def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ResultPlan:
-        """Return the plan of a call's results: metas, structure and implementation."""
-        return self._planner.plan(info, key, args, kwargs)
-
     # -- what tools see ---------------------------------------------------------------------------------------------
 
     def describe(
@@ -356,9 +348,6 @@ class Dispatcher:
             raise NotImplementedError(f"{info.name} can't be taken apart for the simulated device")
         return result
 
-    def _record_stream(self, tensor: SimTensor, stream: Any) -> None:
-        tensor.record_stream(stream)
-
     # -- pinned host tensors ----------------------------------------------------------------------------------------
 
     def pinned(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -370,13 +359,13 @@ class Dispatcher:
             return self(func, args, kwargs)
         if info.name == "aten::is_pinned":
             return True
-        if info.way is OperatorKind.DECOMPOSE:
+        if info.kind is OperatorKind.DECOMPOSE:
             return self._decompose(info, args, kwargs)
         owners: list[PinnedTensor] = []
         positional = [_plain(info, name, value, owners) for name, value in zip(info.names, args, strict=False)]
         named = {name: _plain(info, name, value, owners) for name, value in kwargs.items()}
         result = func(*positional, **named)
-        if info.way is OperatorKind.VIEW and owners:
+        if info.kind is OperatorKind.VIEW and owners:
             return repin(result, owners[0])
         given = {id(p): a for p, a in zip(positional, args, strict=False)} | {id(named[k]): kwargs[k] for k in named}
         return given.get(id(result), result) if isinstance(result, Tensor) else result
@@ -386,7 +375,7 @@ def _plain(info: OpInfo, name: str, value: Any, owners: list[PinnedTensor]) -> A
     # No closure: one that calls itself would keep the tensors until the next garbage collection.
     if isinstance(value, PinnedTensor):
         owners.append(value)
-        untouched = info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) or reads_no_elements(info.func)
+        untouched = info.kind in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) or reads_no_elements(info.func)
         return value.plain(write=None if untouched else name in info.writes)
     if isinstance(value, list | tuple):
         return type(value)(_plain(info, name, item, owners) for item in value)

@@ -30,8 +30,8 @@ _ATEN = torch.ops.aten
 class HostOperators:
     """Implementations of operators of kind READ, of packed sequences, and of connectionist temporal classification (CTC)."""
 
-    def __init__(self, core: Dispatcher) -> None:
-        self._core = core
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     def kernels(self) -> Mapping[str, Callable[..., Any]]:
         """Return the operators' implementations, by name with overload."""
@@ -49,7 +49,7 @@ class HostOperators:
 
         Raises `CaptureError` in a capture, and `RuntimeError` if the device failed before the kernel.
         """
-        sim = self._core.current
+        sim = self._dispatcher.current
         machine = sim.machine
         stream = machine.stream
         if stream.capture is not None:
@@ -57,14 +57,14 @@ class HostOperators:
         targets = {name: value for name, value in kwargs.items() if name in info.outs}
         given = {name: value for name, value in kwargs.items() if name not in info.outs}
         key: list[Any] = []
-        inner = tuple(self._core.convert(value, key, info) for value in args)
-        named = {name: self._core.convert(value, key, info) for name, value in given.items()}
+        inner = tuple(self._dispatcher.convert(value, key, info) for value in args)
+        named = {name: self._dispatcher.convert(value, key, info) for name, value in given.items()}
         # The host's kernel gives these the shape that comes out, which tensors of the device can't be given while it runs.
         named.update((name, torch.empty(0, dtype=value.dtype)) for name, value in targets.items())
         box: list[Any] = []
         op = Op(OperationKind.KERNEL, info.name, info.run, inner, named, box.append, None, machine.like.kernel_us)
         if machine.tracks:
-            self._core.describe(op, info, args, given, ())
+            self._dispatcher.describe(op, info, args, given, ())
         machine.enqueue(op, stream)
         sim.synchronize(stream, info.name)
         if not box:
@@ -85,14 +85,14 @@ class HostOperators:
                         f"{info.name}: the result has shape {tuple(value.shape)}, but {name!r} has {tuple(target.shape)}: a "
                         "tensor of the simulated device can't be resized by an operation; pass one of the right shape"
                     )
-                self._core.tensor_operators.renew(target, meta_of(value))
+                self._dispatcher.tensor_operators.renew(target, meta_of(value))
             self._write(target, value, sim, stream)
             filled.append(target)
         return filled[0] if len(filled) == 1 else tuple(filled)
 
     def _place(self, value: Any, sim: SimDeviceState, stream: StreamQueue) -> Any:
         if isinstance(value, Tensor):
-            made = self._core.allocate(sim, meta_of(value), stream)
+            made = self._dispatcher.allocate(sim, meta_of(value), stream)
             self._write(made, value, sim, stream)
             return made
         if isinstance(value, list | tuple):
@@ -101,17 +101,17 @@ class HostOperators:
 
     def _write(self, target: SimTensor, value: Tensor, sim: SimDeviceState, stream: StreamQueue) -> None:
         op = Op(OperationKind.KERNEL, "results", target._inner.copy_, (value,), cost=sim.machine.like.kernel_us)
-        self._core.note(op, extent(target, True, "out"))
+        self._dispatcher.note(op, extent(target, True, "out"))
         sim.machine.enqueue(op, stream)
 
     def _histc(self, values: SimTensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
         """Compute a histogram; unlike torch's host kernel, an accelerator's kernel also accepts integers."""
         if not values.is_floating_point():
             return torch.histc(values.double(), bins, min, max).to(values.dtype)
-        return self.read_result(self._core.info(torch.ops.aten.histc.default), (values, bins, min, max), {})
+        return self.read_result(self._dispatcher.info(torch.ops.aten.histc.default), (values, bins, min, max), {})
 
     def _repeat_interleave(self, repeats: SimTensor, output_size: int | None = None) -> Any:
-        info = self._core.info(torch.ops.aten.repeat_interleave.Tensor)
+        info = self._dispatcher.info(torch.ops.aten.repeat_interleave.Tensor)
         if output_size is None:
             return self.read_result(info, (repeats,), {})
         # With the size known nothing needs to be waited for.
@@ -144,11 +144,11 @@ class HostOperators:
     def _queue(
         self, name: str, run: Callable[[Tensor], Tensor], operand: SimTensor, argument: str, shape: Sequence[int]
     ) -> SimTensor:
-        sim = self._core.current
+        sim = self._dispatcher.current
         stream = sim.machine.stream
-        made = self._core.tensor_operators.empty(shape, operand.dtype)
+        made = self._dispatcher.tensor_operators.empty(shape, operand.dtype)
         op = Op(OperationKind.KERNEL, name, run, (operand._inner,), {}, made._inner.copy_, cost=sim.machine.like.kernel_us)
-        self._core.note(op, extent(operand, False, argument), extent(made, True, "out"))
+        self._dispatcher.note(op, extent(operand, False, argument), extent(made, True, "out"))
         sim.machine.enqueue(op, stream)
         return made
 
@@ -161,7 +161,7 @@ class HostOperators:
         blank: int = 0,
         zero_infinity: bool = False,
     ) -> Any:
-        return self._core(
+        return self._dispatcher(
             _ATEN._ctc_loss.default,
             (log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank, zero_infinity),
             None,
@@ -176,7 +176,7 @@ class HostOperators:
         target_lengths: Tensor,
         *rest: Any,
     ) -> Any:
-        return self._core(
+        return self._dispatcher(
             _ATEN._ctc_loss_backward.default,
             (grad, log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), *rest),
             None,

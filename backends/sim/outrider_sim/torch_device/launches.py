@@ -36,10 +36,10 @@ def launch(
     """
     found = registered()
     assert found is not None, "a tensor of the device exists before a launch"
-    core = found.dispatcher
-    machine = core.current.machine
+    dispatcher = found.dispatcher
+    machine = dispatcher.current.machine
     if machine.tells:
-        machine.local.line = core.line_now()
+        machine.local.line = dispatcher.lines.now()
     op = Op(OperationKind.KERNEL, name, run, cost=machine.like.kernel_us)
     if machine.tracks:
         accesses: list[Access] = []

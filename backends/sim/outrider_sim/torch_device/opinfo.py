@@ -87,6 +87,7 @@ class OpInfo:
         "fresh",
         "func",
         "indexing",
+        "kind",
         "matrix",
         "name",
         "names",
@@ -103,7 +104,6 @@ class OpInfo:
         "run",
         "takes_generator",
         "takes_host_indices",
-        "way",
         "writes",
     )
 
@@ -130,8 +130,8 @@ class OpInfo:
         self.indexing = self.name in INDEXING
         self.takes_host_indices = self.name in HOST_INDICES
         self.matrix = self.name in MATRIX
-        self.way = self._classify(schema, tags)
-        simple = self.way is OperatorKind.COMPUTE and not self.writes
+        self.kind = self._classify(schema, tags)
+        simple = self.kind is OperatorKind.COMPUTE and not self.writes
         self.out: Any = None
         self.out_names: tuple[str, ...] = ()
         # Losses reduce in the tensor that they are given: they resize it, with a warning, and back.

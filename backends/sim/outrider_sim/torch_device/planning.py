@@ -38,8 +38,8 @@ _Resized = tuple[tuple[str, Meta], ...]
 class Planner:
     """Creates the plans of operator calls by tracing them on meta tensors and zeros."""
 
-    def __init__(self, core: Dispatcher) -> None:
-        self._core = core
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ResultPlan:
         """Return the plan of a call: the results' metas and the implementation.
@@ -65,7 +65,7 @@ class Planner:
             asked = _argument(info, "output_mask", args, kwargs)
             fresh = [look if wanted else None for look, wanted in zip(fresh, asked, strict=True)]
         moved = sum(m.nbytes for m in operands) + sum(m.nbytes for m in fresh if m is not None)
-        like = self._core.current.machine.like
+        like = self._dispatcher.current.machine.like
         cost = max(like.kernel_us, moved / like.bytes_per_us)
         if info.matrix and fresh and operands:
             cost = max(cost, 2 * fresh[0].numel * operands[-1].shape[-1] / like.flops_per_us)

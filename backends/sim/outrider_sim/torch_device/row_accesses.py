@@ -123,22 +123,12 @@ def resolvers_of(func: Any) -> Mapping[str, Resolver]:
 
 def declared(operands: Mapping[str, Callable[..., Tensor]]) -> Mapping[str, Resolver]:
     """Return the resolvers of a custom operator from functions that return the rows of the first dimension."""
-
-    def resolver(name: str, rows: Callable[[Mapping[str, Any]], Tensor]) -> Resolver:
-        return Declared(lambda call: Elements(_offsets(call[name])[rows(call).flatten().long()].flatten()))
-
-    return {name: resolver(name, rows) for name, rows in operands.items()}
+    return {name: partial(_declared_elements, name, rows) for name, rows in operands.items()}
 
 
-class Declared:
-    """The resolver of a custom operator that declares distinct rows."""
-
-    def __init__(self, resolve: Resolver) -> None:
-        self._resolve = resolve
-
-    def __call__(self, arguments: Mapping[str, Any]) -> Found:
-        """Return the elements of the declared rows."""
-        return self._resolve(arguments)
+def _declared_elements(name: str, rows: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Elements:
+    """Return the elements of the distinct rows of operand `name` that a custom operator declares."""
+    return Elements(_offsets(arguments[name])[rows(arguments).flatten().long()].flatten())
 
 
 _SOURCES = MappingProxyType(
@@ -156,7 +146,8 @@ def contested_bytes(operator: str, resolve: Resolver, arguments: Mapping[str, An
     source = arguments.get(_SOURCES.get(name, ""))
     if any(arguments.get(argument) for argument in _ACCUMULATES) or operand.numel() > _MOST:
         return []
-    if isinstance(resolve, Declared):
+    is_declared = isinstance(resolve, partial) and resolve.func is _declared_elements
+    if is_declared:
         found = resolve(arguments)
         places = found.offsets if isinstance(found, Elements) else torch.empty(0, dtype=torch.int64)
     elif isinstance(source, Tensor):
@@ -176,7 +167,7 @@ def contested_bytes(operator: str, resolve: Resolver, arguments: Mapping[str, An
     flat = places.flatten()
     unique, inverse, counts = flat.unique(return_inverse=True, return_counts=True)
     twice = counts > 1
-    if isinstance(source, Tensor) and not isinstance(resolve, Declared) and bool(twice.any()):
+    if isinstance(source, Tensor) and not is_declared and bool(twice.any()):
         last = torch.empty(len(unique), dtype=source.dtype)
         last[inverse] = source
         differs = torch.zeros(len(unique), dtype=torch.bool)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.device import CapabilityError
-from outrider_sim.machine.memory import Meta
+from outrider_sim.machine.memory import Allocation, Meta
 
 if TYPE_CHECKING:
     from outrider.device import Access
-    from outrider_sim.machine.memory import Allocation, Meta
 
 
 _BEFORE_TORCHS = 9

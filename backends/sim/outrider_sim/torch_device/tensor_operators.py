@@ -31,8 +31,8 @@ _EXPLICIT_OFFSET = frozenset({"aten::as_strided", "aten::_reshape_alias"})
 class TensorOperators:
     """Implementations of the operators that create, view, resize and copy tensors."""
 
-    def __init__(self, core: Dispatcher) -> None:
-        self._core = core
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     # -- creation --------------------------------------------------------------------------------------------------------
 
@@ -52,8 +52,10 @@ class TensorOperators:
             stride = contiguous(shape)
         else:
             stride = torch.empty(shape, device=META, memory_format=memory_format).stride()
-        sim = self._core.current
-        return self._core.allocate(sim, intern_meta(shape, stride, dtype or torch.get_default_dtype()), sim.machine.stream)
+        sim = self._dispatcher.current
+        return self._dispatcher.allocate(
+            sim, intern_meta(shape, stride, dtype or torch.get_default_dtype()), sim.machine.stream
+        )
 
     def empty_strided(
         self,
@@ -66,9 +68,9 @@ class TensorOperators:
     ) -> SimTensor:
         """Return a device tensor of the given size and strides with undefined contents."""
         del layout, device, pin_memory
-        sim = self._core.current
+        sim = self._dispatcher.current
         meta = intern_meta(torch.Size(size), tuple(stride), dtype or torch.get_default_dtype())
-        return self._core.allocate(sim, meta, sim.machine.stream)
+        return self._dispatcher.allocate(sim, meta, sim.machine.stream)
 
     def empty_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Return a tensor with the shape and dtype of the operand and undefined contents, here or on another device.
@@ -76,7 +78,7 @@ class TensorOperators:
         Raises `RuntimeError` for another simulated device.
         """
         elsewhere = kwargs.get("device")
-        if elsewhere is not None and elsewhere.type != self._core.device.type:
+        if elsewhere is not None and elsewhere.type != self._dispatcher.device.type:
             result: Tensor = info.run(args[0]._inner, *args[1:], **kwargs)
             return result
         if not isinstance(args[0], SimTensor):
@@ -87,14 +89,14 @@ class TensorOperators:
             raise RuntimeError(f"{info.name}: an operand is on {args[0].device} and the result would be on {elsewhere}")
         key: list[Any] = []
         for value in args:
-            self._core.convert(value, key, info)
+            self._dispatcher.convert(value, key, info)
         for name, value in kwargs.items():
             key.append(name)
-            self._core.convert(value, key, info)
+            self._dispatcher.convert(value, key, info)
         looked_up = tuple(key)
-        plan = info.plans.get(looked_up) or self._core.plan(info, looked_up, args, {**kwargs, "device": META})
-        sim = self._core.current
-        return self._core.allocate(sim, plan.outs[0], sim.machine.stream)
+        plan = info.plans.get(looked_up) or self._dispatcher.planner.plan(info, looked_up, args, {**kwargs, "device": META})
+        sim = self._dispatcher.current
+        return self._dispatcher.allocate(sim, plan.outs[0], sim.machine.stream)
 
     def filled_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return a new tensor with values that the operator computes, here or on another device.
@@ -105,7 +107,7 @@ class TensorOperators:
         elsewhere = kwargs.get("device")
         pattern = info.names[0] == "self" and isinstance(args[0], Tensor)
         read = args[1:] if pattern else args
-        if elsewhere is not None and elsewhere.type != self._core.device.type:
+        if elsewhere is not None and elsewhere.type != self._dispatcher.device.type:
             given = [value.cpu() if isinstance(value, SimTensor) else value for value in read]
             if pattern:
                 given.insert(0, args[0]._inner if isinstance(args[0], SimTensor) else args[0])
@@ -113,21 +115,21 @@ class TensorOperators:
         if pattern and not isinstance(args[0], SimTensor):
             look = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META)
             return self.factory(info, (look, *args[1:]), kwargs)
-        return self._core.compute(info, args, kwargs)
+        return self._dispatcher.compute(info, args, kwargs)
 
     def factory(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimTensor:
         """Return a new tensor that a queued kernel fills, for operators without tensor operands such as `arange`."""
         named = {**kwargs, "device": META}
         shape = info.func(*args, **without_generator(named))
-        sim = self._core.current
+        sim = self._dispatcher.current
         stream = sim.machine.stream
-        made = self._core.allocate(sim, meta_of(shape), stream)
+        made = self._dispatcher.allocate(sim, meta_of(shape), stream)
         run: Callable[..., Any] = info.run
         named["device"] = CPU
         if info.random:
             run = Seeded(info, sim.next_seed(), named.pop("generator", None))
         op = Op(OperationKind.KERNEL, info.name, run, tuple(args), named, made._inner.copy_, None, sim.machine.like.kernel_us)
-        self._core.note(op, extent(made, True, "out"))
+        self._dispatcher.note(op, extent(made, True, "out"))
         sim.machine.enqueue(op, stream)
         return made
 
@@ -140,10 +142,10 @@ class TensorOperators:
             return info.run(*args, **kwargs)
         inner = base._inner
         key: list[Any] = [base._meta]
-        rest = [self._core.convert(value, key, info) for value in args[1:]]
+        rest = [self._dispatcher.convert(value, key, info) for value in args[1:]]
         for name, value in kwargs.items():
             key.append(name)
-            self._core.convert(value, key, info)
+            self._dispatcher.convert(value, key, info)
         looked_up = tuple(key)
         plan: Any = info.plans.get(looked_up)
         if plan is None:
@@ -185,9 +187,9 @@ class TensorOperators:
         if info.name.startswith("aten::resize_"):
             shape = args[1].shape if isinstance(args[1], Tensor) else args[1]
             return self._resize(target, tuple(shape))
-        to_device = torch.as_strided(target._inner, target._meta.shape, target._meta.stride, target._inner.storage_offset())
-        info.run(to_device, *args[1:], **kwargs)
-        self._replace_storage(target, to_device)
+        changed = torch.as_strided(target._inner, target._meta.shape, target._meta.stride, target._inner.storage_offset())
+        info.run(changed, *args[1:], **kwargs)
+        self._replace_storage(target, changed)
         return target
 
     def _replace_storage(self, target: SimTensor, inner: Tensor) -> None:
@@ -221,8 +223,8 @@ class TensorOperators:
 
     def renew(self, target: SimTensor, meta: Meta) -> SimTensor:
         """Allocate new memory for an empty tensor and give it the shape `meta`."""
-        sim = self._core.current
-        made = self._core.allocate(sim, meta, sim.machine.stream)
+        sim = self._dispatcher.current
+        made = self._dispatcher.allocate(sim, meta, sim.machine.stream)
         return self._take_over(target, made._inner, made)
 
     def _resize(self, target: SimTensor, shape: tuple[int, ...]) -> SimTensor:
@@ -247,7 +249,7 @@ class TensorOperators:
         """Copy one tensor to another, each in device, pinned or pageable memory; the device converts the dtype."""
         if isinstance(destination, SimTensor):
             if isinstance(source, SimTensor):
-                self._core.compute(self._core.info(_COPY_OP), (destination, source), {})
+                self._dispatcher.compute(self._dispatcher.info(_COPY_OP), (destination, source), {})
             else:
                 self.host_to_device(destination, source, non_blocking)
         elif isinstance(source, SimTensor):
@@ -256,26 +258,22 @@ class TensorOperators:
             destination.copy_(source)
         return destination
 
-    def copy_from(self, source: Tensor, destination: Tensor, non_blocking: bool = False) -> Tensor:
-        """Copy the first operand to the second, for torch's internal operator with exchanged operands."""
-        return self.copy_(destination, source, non_blocking)
-
     def host_to_device(self, destination: SimTensor, source: Tensor, non_blocking: bool) -> None:
         """Copy a host tensor to the device, asynchronously only from contiguous pinned memory of the same dtype.
 
         From other memory the host waits until the stream is empty, then copies the values and continues.
         """
-        sim = self._core.current
+        sim = self._dispatcher.current
         machine = sim.machine
         stream = machine.stream
         meta = destination._meta
         if source.device.type != "cpu":
-            raise RuntimeError(f"a copy to {self._core.device} from {source.device} isn't possible")
+            raise RuntimeError(f"a copy to {self._dispatcher.device} from {source.device} isn't possible")
         cost = meta.nbytes / machine.like.link_bytes_per_us + machine.like.kernel_us
         written = extent(destination, True, "self")
         if isinstance(source, PinnedTensor) and _direct(source, meta):
             op = Op(OperationKind.COPY, "copy to device", destination._inner.copy_, (alias(source),), cost=cost)
-            self._core.note(op, host_extent(source, False, "src"), written)
+            self._dispatcher.note(op, host_extent(source, False, "src"), written)
             machine.enqueue(op, stream)
             sim.used_by_copy(source, stream)
         else:
@@ -289,7 +287,7 @@ class TensorOperators:
             staged = torch.empty(plain.shape, dtype=meta.dtype)
             staged.copy_(plain)  # always a copy: the caller may change or exchange its tensor's contents
             op = Op(OperationKind.COPY, "copy to device, staged", destination._inner.copy_, (staged,), cost=cost)
-            self._core.note(op, written)
+            self._dispatcher.note(op, written)
             machine.enqueue(op, stream)
         if not non_blocking:
             sim.synchronize(stream, "a blocking copy to the device")
@@ -299,16 +297,16 @@ class TensorOperators:
 
         Raises `CaptureError` for other memory in a capture, and `RuntimeError` if the destination isn't on the host.
         """
-        sim = self._core.current
+        sim = self._dispatcher.current
         machine = sim.machine
         stream = machine.stream
         if destination.device.type != "cpu":
-            raise RuntimeError(f"a copy from {self._core.device} to {destination.device} isn't possible")
+            raise RuntimeError(f"a copy from {self._dispatcher.device} to {destination.device} isn't possible")
         cost = source._meta.nbytes / machine.like.link_bytes_per_us + machine.like.kernel_us
         read = extent(source, False, "src")
         if isinstance(destination, PinnedTensor) and destination.is_contiguous():
             op = Op(OperationKind.COPY, "copy to host", alias(destination).copy_, (source._inner,), cost=cost)
-            self._core.note(op, read, host_extent(destination, True, "self"))
+            self._dispatcher.note(op, read, host_extent(destination, True, "self"))
             machine.enqueue(op, stream)
             sim.used_by_copy(destination, stream)
             if not non_blocking:
@@ -320,16 +318,16 @@ class TensorOperators:
             )
         staged = torch.empty(source.shape, dtype=destination.dtype)
         op = Op(OperationKind.COPY, "copy to host, staged", staged.copy_, (source._inner,), cost=cost)
-        self._core.note(op, read)
+        self._dispatcher.note(op, read)
         machine.enqueue(op, stream)
         sim.synchronize(stream, "a copy to pageable host memory")
         destination.copy_(staged)
 
     def to_device(self, source: Tensor, dtype: torch.dtype, *, non_blocking: bool) -> SimTensor:
         """Return a copy of a host tensor in new device memory."""
-        sim = self._core.current
+        sim = self._dispatcher.current
         meta = intern_meta(source.shape, contiguous(tuple(source.shape)), dtype)
-        made = self._core.allocate(sim, meta, sim.machine.stream)
+        made = self._dispatcher.allocate(sim, meta, sim.machine.stream)
         self.host_to_device(made, source, non_blocking)
         return made
 
@@ -348,22 +346,22 @@ class TensorOperators:
         Raises `RuntimeError` for a target that is neither this device nor the host.
         """
         del layout
-        target = self._core.device if device is None and isinstance(source, SimTensor) else (device or CPU)
+        target = self._dispatcher.device if device is None and isinstance(source, SimTensor) else (device or CPU)
         with torch._C._InferenceMode(False):
             looks = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=META)
             looks = looks.to(dtype=dtype or source.dtype, memory_format=memory_format or torch.preserve_format, copy=True)
         if target.type == "meta":
             return looks
-        sim = self._core.current
+        sim = self._dispatcher.current
         if isinstance(source, SimTensor):
-            if target.type == self._core.device.type:
+            if target.type == self._dispatcher.device.type:
                 if target.index and target != source.device:
                     raise RuntimeError(f"a copy from {source.device} to {target} isn't possible: devices meet in collectives")
-                made = self._core.allocate(sim, meta_of(looks), sim.machine.stream)
+                made = self._dispatcher.allocate(sim, meta_of(looks), sim.machine.stream)
                 self.copy_(made, source)
                 return made
             if target.type != "cpu":
-                raise RuntimeError(f"a copy from {self._core.device} to {target} isn't possible")
+                raise RuntimeError(f"a copy from {self._dispatcher.device} to {target} isn't possible")
             if pin_memory or non_blocking:
                 # As torch does for accelerators: a result that is copied asynchronously is pinned.
                 host: Tensor = sim.pinned(tuple(looks.shape), looks.dtype, guarded=True)
@@ -371,7 +369,7 @@ class TensorOperators:
                 host = torch.empty_strided(looks.shape, looks.stride(), dtype=looks.dtype)
             self.device_to_host(host, source, non_blocking)
             return host
-        made = self._core.allocate(sim, meta_of(looks), sim.machine.stream)
+        made = self._dispatcher.allocate(sim, meta_of(looks), sim.machine.stream)
         self.host_to_device(made, source, non_blocking)
         return made
 

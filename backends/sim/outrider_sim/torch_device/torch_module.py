@@ -7,8 +7,9 @@ use torch alone.
 from __future__ import annotations
 
 import struct
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import MappingProxyType, ModuleType, SimpleNamespace, TracebackType
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -521,35 +522,18 @@ def _not_again(context: CaptureContext) -> None:
     raise CaptureError(f"a graph captured between two calls can't be captured again ({context})")
 
 
-class graph:  # noqa: N801  # torch's name
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph,
+    pool: Pool | None = None,
+    stream: SimTorchStream | None = None,
+    capture_error_mode: str = "global",
+) -> Generator[None]:
     """Capture the block's work into `cuda_graph`, on `stream` or on a new stream."""
-
-    def __init__(
-        self,
-        cuda_graph: CUDAGraph,
-        pool: Pool | None = None,
-        stream: SimTorchStream | None = None,
-        capture_error_mode: str = "global",
-    ) -> None:
-        self._arguments = (pool, capture_error_mode)
-        self._graph = cuda_graph
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        synchronize()
-        self._stream = self._stream or SimTorchStream()
-        self._stream.__enter__()
+    synchronize()
+    with stream or SimTorchStream():
+        cuda_graph.capture_begin(pool, capture_error_mode)
         try:
-            self._graph.capture_begin(*self._arguments)
-        except BaseException:
-            self._stream.__exit__(None, None, None)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._stream is not None
-        try:
-            self._graph.capture_end()
+            yield
         finally:
-            self._stream.__exit__(kind, error, traceback)
+            cuda_graph.capture_end()

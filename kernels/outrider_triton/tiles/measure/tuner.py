@@ -307,9 +307,7 @@ class _Tuner:
                     self._best_so_far = table, us
             self._step(f"{m} tokens, {key[0]} {key[2]}x{key[3]}: {us:.1f} us a layer")
         for entry in self._attention_entries(chain, m):
-            replaced_key = entry.groups, entry.head_size, entry.group, entry.layer
-            others = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) != replaced_key)
-            trial = replace(table, attention=(*others, entry))
+            trial = table.with_attention([entry])
             trial_us = self._attempt(chain, trial)
             if trial_us < us * _NOISE_FACTOR:
                 table, us = trial, trial_us
@@ -350,8 +348,8 @@ class _Tuner:
         launches = [(*launch, False) for launch in _ATTENTION]
         if self._kernels.attention.attention_launch(*self._sample_operands(), batch, 1, 640, None).streamed:
             launches += [(*launch, True) for launch in _STREAMED_ATTENTION]
-        for (block, warps, stages, ring), split in itertools.product(launches, (8, 4) if is_small else (1, 4)):
-            yield AttentionConfig(block, split, warps, stages, ring)
+        for (block, warps, stages, streamed), split in itertools.product(launches, (8, 4) if is_small else (1, 4)):
+            yield AttentionConfig(block, split, warps, stages, streamed)
 
     def _attention_entries(self, chain: Chain, m: int) -> Iterator[AttentionEntry]:
         for config in self._attention_candidates(m):

@@ -84,7 +84,7 @@ class TunedStore:
         table = parse(_table_json("", [row]))
         if "operator" not in row:
             (found,) = table.attention
-            valid = found.config is None or _is_valid_attention(found.config, rings=self._facts.streams_products)
+            valid = found.config is None or _is_valid_attention(found.config, streams=self._facts.streams_products)
             return min(found.groups, found.max_kv) > 0 and valid
         ((entries,),) = (found.values() for found in table.entries.values())
         (entry,), operator = entries, row["operator"]
@@ -173,9 +173,7 @@ def merge_choices(table: Table | None, facts: DeviceFacts, rows: Sequence[Choice
     for product, found in added.entries.items():
         both = (*entries.get(product, {}).items(), *found.items())
         entries[product] = by_layer((layer, entry) for layer, each in both for entry in each)
-    replaced = {(entry.groups, entry.head_size, entry.group, entry.layer) for entry in added.attention}
-    unchanged = tuple(e for e in table.attention if (e.groups, e.head_size, e.group, e.layer) not in replaced)
-    return replace(table, entries=entries, attention=(*unchanged, *added.attention))
+    return replace(table, entries=entries).with_attention(added.attention)
 
 
 def _is_valid_product(config: MatmulConfig) -> bool:
@@ -201,7 +199,7 @@ def _has_valid_prefetch(config: MatmulConfig) -> bool:
     return config.prefetch_columns >= 0 and config.prefetch_columns % _PREFETCH_COLUMNS == 0
 
 
-def _is_valid_attention(config: AttentionConfig, *, rings: bool) -> bool:
+def _is_valid_attention(config: AttentionConfig, *, streams: bool) -> bool:
     """Return True if attention kernels accept this configuration.
 
     The launch reduces ``block_kv`` and pipeline stages to what the device can hold.
@@ -216,7 +214,7 @@ def _is_valid_attention(config: AttentionConfig, *, rings: bool) -> bool:
     if config.streamed:
         return (
             valid
-            and rings
+            and streams
             and config.block_kv in (64, 128)
             and config.warps == 4
             and 0 < config.stages <= _MAX_SPLITS_OR_STAGES

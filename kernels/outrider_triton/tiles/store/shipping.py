@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider_triton.tiles.store.choices import write_whole
 from outrider_triton.tiles.store.table import ANY_LAYER, parse, table_name
 
 _PRODUCT = ("operator", "dtype", "n", "k", "m", "layer")
@@ -62,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     empty_table = {"device": options.device, "software": software, "date": options.date, "matmul": []}
     table = json.loads(options.table.read_text(encoding="utf-8")) if options.table.exists() else empty_table
     rows = [json.loads(path.read_text(encoding="utf-8")) | {"date": options.date} for path in options.choices]
-    temporary = options.table.with_suffix(".new")
-    temporary.write_text(json.dumps(add(table, rows), indent=1) + "\n", encoding="utf-8")
-    temporary.replace(options.table)
+    write_whole(options.table, json.dumps(add(table, rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

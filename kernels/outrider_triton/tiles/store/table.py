@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from math import log2
 from typing import Any
@@ -69,6 +69,11 @@ class AttentionEntry:
     """Number of query heads per key head."""
     layer: str = ANY_LAYER
 
+    @property
+    def key(self) -> tuple[int, int, int, str]:
+        """The operands that the entry is for: number of programs, head size, query heads per key head, and layer."""
+        return self.groups, self.head_size, self.group, self.layer
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
@@ -93,6 +98,11 @@ class Table:
             if found is not None:
                 return found.config
         return None
+
+    def with_attention(self, entries: Sequence[AttentionEntry]) -> Table:
+        """Return the table with ``entries`` in place of those for the same heads, number of programs and layer."""
+        replaced = {entry.key for entry in entries}
+        return replace(self, attention=(*(entry for entry in self.attention if entry.key not in replaced), *entries))
 
     def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int, layer: str = ANY_LAYER) -> ProductEntry | None:
         """Return the entry for ``m`` tokens, or None.
