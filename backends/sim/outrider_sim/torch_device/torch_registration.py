@@ -11,13 +11,13 @@ device vendor, keep torch's behaviour for all other devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
 from outrider.device import BackendLoadError
+from outrider.device.kernels.operators import exclude_from_dynamo
 from outrider_sim.machine.device_state import SimDeviceState
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.options import SimOptions
@@ -37,17 +37,8 @@ def install_names(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
     _streams(kind)
     _accelerator()
     for entered in (SimTensor.__torch_dispatch__, PinnedTensor.__torch_dispatch__):
-        exclude_from_dynamo(entered.__func__.__code__)  # type: ignore[attr-defined]  # a class method, for mypy a function
+        exclude_from_dynamo(entered.__func__)  # type: ignore[attr-defined]  # a class method, for mypy a function
     yield _pinned_factories(dispatcher)
-
-
-def exclude_from_dynamo(code: CodeType) -> None:
-    """Exclude the function with the bytecode ``code``, which torch calls to run an operator, and its callees from Dynamo's
-    traces.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 def _modules_swap() -> None:
@@ -294,7 +285,7 @@ def _kernel(dispatcher: Dispatcher, func: Any, failed: Callable[[BaseException],
         except BaseException as error:
             return failed(error)
 
-    exclude_from_dynamo(kernel.__code__)
+    exclude_from_dynamo(kernel)
     return kernel
 
 
