@@ -88,21 +88,9 @@ class Runner:
         self._backend = parts.backend
         self._buffers = parts.buffers
 
-    def batch(
-        self,
-        count: int,
-        drafted: int,
-        features: Features,
-        max_kv: int,
-        seq_lens_host: HostSeqLens | None,
-        verified: int | None = None,
-    ) -> DecodeBatch:
-        """Return the batch that the stages receive: a bucket that holds ``count`` requests, and features that cover
-        ``features``. Here it has exactly ``count`` requests.
-
-        ``verified``: number of tokens that the target verifies, if each request has a draft length of its own.
-        """
-        return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host, packed=verified)
+    def pad(self, batch: DecodeBatch) -> DecodeBatch:
+        """Return the batch that the stages receive for ``batch``, whose sizes are exact. Here it stays unchanged."""
+        return batch
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the KV lengths that captured graphs take as host parameters, on ``stream``. Does nothing here: a called
@@ -200,23 +188,15 @@ class GraphRunner(Runner):
                 progress(done, len(wanted))
         self.report = CaptureReport(len(self._captured), self.buckets, *measured(), tuple(sorted(parts.lengths)))
 
-    def batch(
-        self,
-        count: int,
-        drafted: int,
-        features: Features,
-        max_kv: int,
-        seq_lens_host: HostSeqLens | None,
-        verified: int | None = None,
-    ) -> DecodeBatch:
-        """Return the batch in its smallest bucket. Its bound of cached tokens is the capacity, as the graphs were
-        captured.
+    def pad(self, batch: DecodeBatch) -> DecodeBatch:
+        """Return ``batch`` in the smallest bucket that holds it, with features that cover its own. Its bound of cached tokens
+        is the capacity, as the graphs were captured.
 
         Raises :class:`ConfigError` if no graph has as many tokens as requests with draft lengths of their own need.
         """
-        del max_kv
-        features = next(kind for _, _, kind in self._sizes if kind.covers(features))
-        width = None if verified is None else self._smallest_width(count, drafted, verified)
+        count, drafted, seq_lens_host = batch.count, batch.drafted, batch.seq_lens_host
+        features = next(kind for _, _, kind in self._sizes if kind.covers(batch.features))
+        width = None if batch.packed is None else self._smallest_width(count, drafted, batch.packed)
         bucket = self.bucket(count, (drafted, width, features))
         padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
         packed = None if width is None else width * bucket

@@ -174,12 +174,10 @@ class RankedStep:
         if replayed is not None:
             shape["prompts"] = replayed.tokens
         if batch.launched.decode:
-            features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
-            drafted = self._parts.proposer.nodes if drafted is None else drafted
-            shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
-            verified = batch.launched.verified
-            decode = self.step.runner.batch(count, drafted, features, 0, None, verified)
-            shape["bucket"] = count if features.guided else decode.bucket
+            if batch.features.guided:
+                return {**shape, "mode": "called", "bucket": len(batch.launched.decode)}
+            shape["mode"] = str(self._parts.config.step_mode)
+            shape["bucket"] = self.step.decode_batch(self.step.runner, batch.launched, batch.features).bucket
         return shape
 
     def invalidate(self) -> None:

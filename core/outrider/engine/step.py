@@ -92,7 +92,7 @@ class Step:
         streams, fences, stages, batch = self._streams, self._fences, self._stages, requested.launched
         lengths = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
         runner = self._called if requested.features.guided else self.runner
-        decode = self._decode_batch(runner, batch, requested.features, lengths)
+        decode = self.decode_batch(runner, batch, requested.features, lengths)
         frame, run = build_frame(self._parts.buffers, decode), runner.run
         run(stages.gather, decode, frame)
         fences.shared_reads_done.signal(streams.forward)
@@ -227,15 +227,16 @@ class Step:
         by_row: list[int] = self._parts.seq_lens_ring.read_entry(before).tolist()
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._parts.capacity)
 
-    def _decode_batch(
+    def decode_batch(
         self, runner: Runner, batch: Batch, features: Features, seq_lens_host: HostSeqLens | None = None
     ) -> DecodeBatch:
         """Return the description of ``batch`` that every stage receives from ``runner``."""
         # An earlier iteration grew each request by one path at most; this iteration also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
-        drafted = self._parts.proposer.nodes if batch.drafted is None else batch.drafted
-        bound = min(bound, self._parts.capacity)
-        return runner.batch(len(batch.decode), drafted, features, bound, seq_lens_host, batch.verified)
+        bound, count = min(bound, self._parts.capacity), len(batch.decode)
+        return runner.pad(
+            DecodeBatch(count, count, batch.drafted, features, bound, seq_lens_host=seq_lens_host, packed=batch.verified)
+        )
 
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
         """Return the decisions about the launch of ``batch`` that other ranks must share."""

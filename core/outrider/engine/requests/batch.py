@@ -106,8 +106,8 @@ class Batch:
     """Block-table entries to write, as (row, index, page)."""
     arrivals: tuple[tuple[Request, Arrival], ...] = ()
     """Requests whose state comes from another engine. They decode from the next iteration on."""
-    drafted: int | None = None
-    """Draft tokens of each decoding request; None: as many as the proposer drafts."""
+    drafted: int = 0
+    """Number of tokens that the proposer drafts for each decoding request; for a tree, its nodes."""
     draft_lengths: tuple[int, ...] = ()
     """Number of draft tokens that the target verifies for each decoding request, at most ``drafted``; empty: ``drafted`` of
     each.

@@ -107,7 +107,7 @@ class GroupScheduler:
         if not any(group_batches):
             return None
         decodes = any(batch is not None and batch.decode for batch in group_batches)
-        length = self._agreed_length.lengths[0] if decodes else None
+        length = self._agreed_length.lengths[0] if decodes else 0
         batches = tuple(replace(batch or Batch((), (), (), ()), drafted=length) for batch in group_batches)
         return replace(batches[self._own], global_batch=self._global_batch(batches))
 
