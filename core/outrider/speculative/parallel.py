@@ -212,7 +212,7 @@ class PEagleProposer(HeadDrafts):
         last = (inputs.last - queries).clamp(0, width - 1).unsqueeze(1)  # lane of the last pair [B, 1]
         known = lane <= last
         tokens = torch.where(known, F.pad(inputs.tokens.view(batch, width), (0, masks)), head.mask_token)
-        hidden = torch.where(known.unsqueeze(-1), F.pad(target_states, (0, 0, 0, masks)), head.weights.mask_state)
+        hidden = torch.where(known.unsqueeze(-1), F.pad(target_states, (0, 0, 0, masks)), head.mask_state)
         # Positions must agree with the host's lengths. Those in the inputs stop at the context limit of a finished request.
         start = (inputs.attention.seq_lens.to(torch.int64) - width).clamp(min=0)
         positions = start.unsqueeze(1) + lane
@@ -229,7 +229,7 @@ class PEagleProposer(HeadDrafts):
         lane = torch.arange(-1, masks - 1, device=last.device)
         positions = inputs.next_positions.unsqueeze(1) + lane
         tokens = torch.full_like(positions, head.mask_token)
-        hidden = head.weights.mask_state.expand(*positions.shape, -1)
+        hidden = head.mask_state.expand(*positions.shape, -1)
         return torch.cat((last, self._run_pass(inputs, tokens, hidden, positions)), dim=1)
 
     def _run_pass(self, inputs: ExtendInputs, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
