@@ -121,7 +121,7 @@ class EagleProposer(HeadDrafts, ChainProposer):
             tokens.append(token)
             probs.append(distribution)
         return Draft(
-            torch.stack(tokens, dim=1), self.expand_to_target(torch.stack(probs, dim=1)) if inputs.sampling else None
+            torch.stack(tokens, dim=1), self.head.expand_to_target(torch.stack(probs, dim=1)) if inputs.sampling else None
         )
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
@@ -140,7 +140,7 @@ class EagleProposer(HeadDrafts, ChainProposer):
         distribution [B, Vd] that it was sampled from.
         """
         sampled, distribution = sample_draft(self.head.kernels, self.head.logits(hidden), inputs, positions)
-        return self.to_target_tokens(sampled), distribution
+        return self.head.to_target_tokens(sampled), distribution
 
 
 class EagleTreeProposer(HeadDrafts, TreeProposer):
@@ -206,4 +206,4 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
         """
         hidden = self.run_accepted_pairs(inputs)
         first, scores = most_likely(self.head.logits(hidden), self._shape.branches)
-        return {"tokens": self.to_target_tokens(first), "scores": scores, "hidden": hidden}
+        return {"tokens": self.head.to_target_tokens(first), "scores": scores, "hidden": hidden}

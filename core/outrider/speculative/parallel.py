@@ -118,7 +118,7 @@ class BlockProposer(HeadProposer):
         sampled, probs = sample_draft_rows(
             head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:], self._zeros
         )
-        return Draft(self.to_target_tokens(sampled), self.expand_to_target(probs) if inputs.sampling else None)
+        return Draft(self.head.to_target_tokens(sampled), self.head.expand_to_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write keys and values of the accepted tokens, computed from the target's hidden states, to their slots.
@@ -190,7 +190,7 @@ class PEagleProposer(HeadDrafts):
         lane = torch.arange(1, count + 1, device=hidden.device)
         positions = inputs.seq_lens.unsqueeze(1) + lane
         sampled, probs = sample_draft_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions, self._zeros)
-        return Draft(self.to_target_tokens(sampled), self.expand_to_target(probs) if inputs.sampling else None)
+        return Draft(self.head.to_target_tokens(sampled), self.head.expand_to_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Run one pass over accepted pairs and mask positions, and return the states that predict the next draft. Prompts,
