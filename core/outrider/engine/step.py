@@ -211,7 +211,7 @@ class Step:
         for_host = self._sync.exact_host_lengths or self._plans_on_host
         if for_host:
             with self._backend.on(streams.forward):
-                ring.copy_on_device(entry)
+                ring.copy_on_device(entry, streams.forward)
         fences.published.signal(streams.forward)
         if for_host:
             fences.published.wait(streams.copy)
