@@ -147,7 +147,7 @@ class DraftLengthReport:
         return f"{which} tokens drafted {how}; what iterations take was measured in {self.seconds:.1f} s"
 
 
-def decide(
+def select_draft_length_policy(
     parts: EngineParts, step: IterationLauncher, given: DraftLengthPolicy | None, *, sizes: Sequence[int] | None
 ) -> tuple[DraftLengthPolicy, DraftLengthReport]:
     """Return the draft-length policy that the caller passed, or the one that the config selects.

@@ -1,4 +1,4 @@
-"""Session: the checks of a caller's thread and of the engine's state, and the record of each call for follower ranks."""
+"""Session: the checks of a caller's thread and of the engine's state, and the repetition of each call on follower ranks."""
 
 from __future__ import annotations
 
@@ -97,15 +97,9 @@ class Session:
         while self._abandoned:
             self.drop([self._abandoned.popleft()])
 
-    def log_call(self, call: str, *arguments: object) -> None:
-        """Append a call of :data:`~outrider.engine.ranks.records.CALLS` to the decision log, so that follower ranks repeat
-        it.
-        """
-        self._decision_log.append_call(call, *arguments)
-
     def drop(self, requests: Sequence[Request]) -> None:
         """Abort each request that has not ended, and drop its outputs."""
-        self.log_call("drop", [request.id for request in requests])
+        self._decision_log.append_call("drop", [request.id for request in requests])
         self._loop.drop_requests(requests)
 
     def submit(self, samples: Sequence[Request]) -> int:

@@ -583,13 +583,12 @@ class Stages:
         self.plan_extend = PlanExtend(parts)
         self.extend_attention = ExtendAttention(parts)
         self.extend = Extend(parts)
-        self.extends = parts.has_extend_work
-        """True if draft-extend or a move of accepted tree KV follows verify."""
+        self._has_extend_work = parts.has_extend_work
 
     @property
     def on_device(self) -> tuple[Stage, ...]:
         """The stages that graphs capture, in launch order. Stages that plan attention are left out: they are called."""
-        after = (self.plan_extend, self.extend) if self.extends else ()
+        after = (self.plan_extend, self.extend) if self._has_extend_work else ()
         return (self.gather, self.draft, self.plan_positions, self.plan_tokens, self.verify, *after)
 
 

@@ -127,7 +127,7 @@ class Step:
             self._sync.after_join(at_join)
         run(stages.verify, decode, frame)
         self._publish(entry)
-        if stages.extends:
+        if self._parts.has_extend_work:
             fences.accept_ready.signal(streams.forward)
 
             fences.accept_ready.wait(streams.plan)

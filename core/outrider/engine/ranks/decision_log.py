@@ -61,7 +61,9 @@ class DecisionLog:
         return timeout_s
 
     def append_call(self, name: str, *arguments: object) -> None:
-        """Add a call of the engine to the next record of the leading rank."""
+        """Add a call of :data:`~outrider.engine.ranks.records.CALLS` to the next record of the leading rank, so that follower
+        ranks repeat it.
+        """
 
     def publish_or_check(
         self, name: RankAct, decisions: Decisions | None = None, then: Callable[[], Decisions] | None = None
