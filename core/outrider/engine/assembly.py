@@ -18,7 +18,7 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import IterationLauncher, Loop
 from outrider.engine.prefill import Prefill, build_prefill_graphs, stage_prompt_padding
-from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
+from outrider.engine.ranked import DeciderGuidedDecoding, FollowerGuidedDecoding, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength, LengthSchedule
@@ -53,7 +53,7 @@ class Assembly:
         else:
             ranks.use_stream(parts.streams.forward)
             self._stages = ranked_stages(parts, ranks)
-            self._guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
+            self._guided = DeciderGuidedDecoding(parts) if ranks.is_decider else FollowerGuidedDecoding(parts)
             self.prefill = RankedPrefill(parts, self._guided, ranks)
         self._iteration = Iteration(parts, self._stages)
 

@@ -105,7 +105,7 @@ class RankedPrefill(Prefill):
         self._parts.results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
 
 
-class DecidersGuides(GuidedDecoding):
+class DeciderGuidedDecoding(GuidedDecoding):
     """The guided decoding of the decider. It writes a host failure for each request whose masks exceeded the time limit, so
     that all ranks end the request.
     """
@@ -123,7 +123,7 @@ class DecidersGuides(GuidedDecoding):
             self._parts.results.write_host_failures(GUIDE_LATE, late)
 
 
-class FollowersGuides(GuidedDecoding):
+class FollowerGuidedDecoding(GuidedDecoding):
     """The guided decoding of a rank that receives the decider's tokens: it walks no grammar and masks nothing."""
 
     def has_prompts(self, batch: Batch) -> bool:

@@ -38,7 +38,7 @@ def _name_of(head: DraftHead) -> str:
     return "mtp" if isinstance(head, MtpHead) else "eagle3" if isinstance(head, Eagle3Head) else "eagle"
 
 
-class HeadDrafts(HeadProposer):
+class EagleHeadProposer(HeadProposer):
     """Base class of proposers with an EAGLE or EAGLE-3 head. Its draft-extend runs the head over the accepted pairs."""
 
     head: DraftHead
@@ -77,7 +77,7 @@ class HeadDrafts(HeadProposer):
         return features, inputs.embedded.roll(-1, 0).index_fill(0, inputs.last, False)
 
 
-class EagleProposer(HeadDrafts, ChainProposer):
+class EagleProposer(EagleHeadProposer, ChainProposer):
     """A proposer of chains of K tokens from an EAGLE head.
 
     It relays for each request the first draft token, the head's hidden state for it and, if the request samples, the
@@ -143,7 +143,7 @@ class EagleProposer(HeadDrafts, ChainProposer):
         return self.head.to_target_tokens(sampled), distribution
 
 
-class EagleTreeProposer(HeadDrafts, TreeProposer):
+class EagleTreeProposer(EagleHeadProposer, TreeProposer):
     """A proposer of trees of K nodes from an EAGLE head, of fixed or dynamic shape.
 
     It relays the T most likely first tokens, their log-probabilities, and the head's hidden state for them.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import DFlashHead, ForwardInput, PEagleHead
-from outrider.speculative.eagle import HeadDrafts
+from outrider.speculative.eagle import EagleHeadProposer
 from outrider.speculative.proposer import (
     MAX_BATCH_REQUESTS,
     UNBOUNDED,
@@ -133,7 +133,7 @@ class BlockProposer(HeadProposer):
 _MAX_TOKENS = 63
 
 
-class PEagleProposer(HeadDrafts):
+class PEagleProposer(EagleHeadProposer):
     """A proposer of chains of K tokens from a P-EAGLE head. It relays for each request the K head states that predict them.
 
     Keys and values of mask positions use the slots after the accepted tokens. The next pass overwrites all of them with the

@@ -57,7 +57,7 @@ REASONS: dict[str, str] = {
     "WatchedFence.signal: leave out: self.generation += 1": "an error's text: tests/engine/test_watchdog.py",
     "Watchdog.__init__: leave out: self.passed": "an error's text: tests/engine/test_watchdog.py",
     "Probes.__init__: negate: ranks": "several ranks: tests/ranks/test_alone.py",
-    "Outgoing.copy_on_device: leave out: self._data.all_gather(": "several ranks: tests/ranks/test_alone.py",
+    "HostCopyRing.copy_on_device: leave out: self._data.all_gather(": "several ranks: tests/ranks/test_alone.py",
     "token_buckets: turn a comparison: size < most": "a graph captured twice: tests/engine/test_prefill_graphs.py",
     "buckets_up_to: one more: 8 → 9": "sizes of graphs: tests/engine/test_graphs.py",
     "Guidance.fill_draft_masks: leave out: words.fill_(ALLOW_ALL_WORD)": (

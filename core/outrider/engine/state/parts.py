@@ -11,7 +11,7 @@ from outrider.engine.setup.checks import check_cache
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
 from outrider.engine.state.options import Masks, OptionTable
 from outrider.engine.state.plans import AttentionPlans, Plans
-from outrider.engine.state.results import Outgoing, Probes, Results
+from outrider.engine.state.results import HostCopyRing, Probes, Results
 from outrider.engine.state.rows import FutureMap, RowTable, StateTransfer
 from outrider.engine.state.staging import InputUpload, Staging, staging_capacity
 from outrider.model import KVCache, LanguageModel, VisionTower
@@ -73,7 +73,7 @@ class EngineParts:
                 max_logprobs=min(MAX_LOGPROBS, vocabulary),
                 data=data,
             )
-            self.seq_lens_ring = Outgoing(backend, "lengths", self.future.seq_lens, entries=entries)
+            self.seq_lens_ring = HostCopyRing(backend, "lengths", self.future.seq_lens, entries=entries)
             """Copies of the published lengths for attention that takes lengths as host integers."""
         streams.forward.synchronize()
         transfers, lane = min(requests, _MAX_TRANSFERS), self.buffers.lane

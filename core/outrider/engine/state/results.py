@@ -116,7 +116,7 @@ class Probes:
         return tuple(bad_values)
 
 
-class Outgoing:
+class HostCopyRing:
     """Copies of ``source`` for the host, one for each iteration in flight.
 
     A copy within the device lets the next iteration overwrite ``source`` during the copy to pinned memory. A ring entry is
@@ -172,11 +172,11 @@ class LogprobBuffers:
     def __init__(
         self, backend: Backend, *, entries: int, max_requests: int, width: int, most: int, data: Group | None = None
     ) -> None:
-        """Allocate the buffers. ``width`` is W and ``most`` is n; ``data`` is that of :class:`Outgoing`."""
+        """Allocate the buffers. ``width`` is W and ``most`` is n; ``data`` is that of :class:`HostCopyRing`."""
         self._max_likeliest = most
         shape = (2 * max_requests, width, 1 + 2 * most)
         self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
-        self.outgoing = Outgoing(backend, "logprobs", self._device, entries=entries, data=data)
+        self.outgoing = HostCopyRing(backend, "logprobs", self._device, entries=entries, data=data)
         """Copies of the buffers for the host, which :meth:`read_entry` reads."""
 
     def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
@@ -251,7 +251,7 @@ class Results:
     ) -> None:
         """Allocate the results of ``depth`` iterations in flight.
 
-        ``data`` is that of :class:`Outgoing`.
+        ``data`` is that of :class:`HostCopyRing`.
         """
         self.is_shared = data is not None
         """True if all data-parallel groups exchange their results."""
@@ -263,7 +263,7 @@ class Results:
         shape = (2 * max_requests, self._first_probe_column + probes.width)
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
         self._zeros = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
-        self._outgoing = Outgoing(backend, "results", self._device, entries=entries, data=data)
+        self._outgoing = HostCopyRing(backend, "results", self._device, entries=entries, data=data)
         self._logprobs = LogprobBuffers(
             backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs, data=data
         )
