@@ -112,8 +112,10 @@ class Scheduler:
             self._waiting.remove(request)
             self.free_reserved(request)
 
-    def next_batch(self) -> Batch | None:
+    def next_batch(self, shared_length: int | None = None) -> Batch | None:
         """Return the batch of the next iteration and count its requests as in flight; None if there is no work.
+
+        ``shared_length`` is the draft length that all data-parallel groups share; None: the policy chooses.
 
         Raises :class:`OutOfPages` if a request must be preempted before the host has handled all results in flight. The
         caller then handles results and calls again.
@@ -124,7 +126,9 @@ class Scheduler:
         drafted, features = 0, Features.from_requests(decode)
         draft_lengths: tuple[int, ...] = ()
         repeats: tuple[int, ...] = ()
-        if decode:
+        if decode and shared_length is not None:
+            drafted = shared_length
+        elif decode:
             # A sampled token depends on the draft. Full drafts keep it independent of the other requests.
             drafted = self._draft_length.lengths[-1]
             repeats = count_repeats(self._draft_length, decode)
