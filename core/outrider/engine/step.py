@@ -116,7 +116,7 @@ class Step:
         if self._is_tree:
             run(stages.verify_attention, decode, frame)
         fences.plan_ready.signal(streams.plan)
-        at_join = PlanAtJoin(self._parts.plans, frame.inputs, frame.verify, decode.captured)
+        at_join = PlanAtJoin(frame.inputs, frame.verify, decode.captured)
         for name, buffer in at_join.written_again(self._sync).items():
             self._backend.mark_stale(buffer, f"{name} as they were before the join")
 
