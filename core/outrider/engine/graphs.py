@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from outrider.device import Backend, CaptureContext, ConfigError, Graph, GraphPool, Stream
 from outrider.engine.config import MAX_LOGPROBS
-from outrider.engine.requests.batch import Features
+from outrider.engine.requests.batch import BatchFeatures
 from outrider.engine.stages import DecodeBatch, Frame, Stage, Stages, build_frame
 from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
@@ -69,11 +69,11 @@ def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size % MIN_REQUESTS_SHORTER_DRAFT == 0 or size == max(sizes))
 
 
-def captured_features(parts: EngineParts) -> tuple[Features, Features, Features]:
+def captured_features(parts: EngineParts) -> tuple[BatchFeatures, BatchFeatures, BatchFeatures]:
     """Return the features of the graphs: greedy, sampling, and everything."""
     logprobs = min(MAX_LOGPROBS, parts.model.config.vocab_size)
-    everything = Features(sampling=True, biased=True, penalized=True, truncated=True, logprobs=logprobs)
-    return Features(), Features(sampling=True), everything
+    everything = BatchFeatures(sampling=True, biased=True, penalized=True, truncated=True, logprobs=logprobs)
+    return BatchFeatures(), BatchFeatures(sampling=True), everything
 
 
 class Runner:
@@ -132,7 +132,7 @@ class CaptureReport:
         return f"{self.graphs} graphs captured in {self.seconds:.1f} s, holding {memory}"
 
 
-GraphKind = tuple[int, int | None, Features]
+GraphKind = tuple[int, int | None, BatchFeatures]
 """Draft length, mean number of verified tokens (None: of each request all), and features of a captured iteration."""
 
 
@@ -170,7 +170,7 @@ class GraphRunner(Runner):
         self._capacity = parts.capacity
         self._most_drafted = max(parts.lengths)
         self._sizes, self._widths = _captured_sizes(parts), parts.widths
-        self.buckets = self._sizes[self._most_drafted, None, Features()]
+        self.buckets = self._sizes[self._most_drafted, None, BatchFeatures()]
         pools = {stage.name: parts.backend.create_graph_pool(stage.name) for stage in which}
         measured = measure_captures(parts.backend)
         for drafted in parts.lengths:
@@ -213,7 +213,7 @@ class GraphRunner(Runner):
         for each padding request.
         """
         for width in self._widths:
-            bucket = self.bucket(count, (drafted, width, Features()))
+            bucket = self.bucket(count, (drafted, width, BatchFeatures()))
             if verified + bucket - count <= width * bucket:
                 return width
         raise ConfigError(
@@ -267,7 +267,7 @@ class GraphRunner(Runner):
         for stage in self._which:
             if not stage.has_work(drafted):
                 continue
-            served = Features(sampling=features.sampling) if stage.needs_sampling_only else features
+            served = BatchFeatures(sampling=features.sampling) if stage.needs_sampling_only else features
             key = (stage.name, bucket, (drafted, None if stage.needs_sampling_only else width, served))
             if key not in self._captured:
                 self._captured[key] = self._graph(stage, replace(batch, features=served), frame, pools[stage.name])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, RequestInputs, RequestRows, Stream
-from outrider.engine.requests.batch import Features
+from outrider.engine.requests.batch import BatchFeatures
 from outrider.engine.state.buffers import (
     DRAFT,
     EXTEND,
@@ -46,7 +46,7 @@ class DecodeBatch:
     """Number of rows of the captured graphs; ``count`` without graphs."""
     drafted: int
     """Tokens drafted per request; for a tree, its nodes."""
-    features: Features
+    features: BatchFeatures
     """Features that cover those of the requests."""
     max_kv: int
     """Upper bound of cached tokens per request after the iteration."""

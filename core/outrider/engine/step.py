@@ -25,7 +25,7 @@ from outrider.device import Decision, Waiter
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.prefill import Prefill, PrefilledChunks
-from outrider.engine.requests.batch import Batch, Features
+from outrider.engine.requests.batch import Batch, BatchFeatures
 from outrider.engine.stages import DecodeBatch, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
@@ -228,7 +228,7 @@ class Step:
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._parts.capacity)
 
     def decode_batch(
-        self, runner: Runner, batch: Batch, features: Features, seq_lens_host: HostSeqLens | None = None
+        self, runner: Runner, batch: Batch, features: BatchFeatures, seq_lens_host: HostSeqLens | None = None
     ) -> DecodeBatch:
         """Return the description of ``batch`` that every stage receives from ``runner``."""
         # An earlier iteration grew each request by one path at most; this iteration also writes the slots of the whole tree.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
-from outrider.engine.requests.batch import Batch, Features, GlobalBatch, PrefillChunk
+from outrider.engine.requests.batch import Batch, BatchFeatures, GlobalBatch, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
@@ -147,7 +147,7 @@ class GroupScheduler:
         on the draft, else the policy's choice.
         """
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
-        if not decoding or Features.from_requests(decoding) != Features():
+        if not decoding or BatchFeatures.from_requests(decoding) != BatchFeatures():
             return self._draft_length.lengths[-1]
         length, _ = choose_draft_lengths(self._draft_length, decoding)
         return length
@@ -167,7 +167,7 @@ class GroupScheduler:
         return GlobalBatch(
             batches=batches,
             launched=launched,
-            features=Features.from_requests([request for batch in batches for request in batch.decode]),
+            features=BatchFeatures.from_requests([request for batch in batches for request in batch.decode]),
             widths=tuple(max(pass_widths) for pass_widths in zip(*widths, strict=True)),
         )
 

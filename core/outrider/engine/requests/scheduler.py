@@ -6,12 +6,12 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.engine.requests.batch import Batch, Features, PrefillChunk
+from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.pages import DecodedState, FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
 
-_GREEDY = Features()
+_GREEDY = BatchFeatures()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ class Scheduler:
         self._grow()
         admitted = self._admit()
         decode = tuple(r for r in self._running if self._can_decode(r))
-        drafted, features = 0, Features.from_requests(decode)
+        drafted, features = 0, BatchFeatures.from_requests(decode)
         draft_lengths: tuple[int, ...] = ()
         repeats: tuple[int, ...] = ()
         if decode and shared_length is not None:
