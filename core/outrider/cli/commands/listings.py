@@ -43,7 +43,7 @@ def survey(registry: Registry, probe: PluginProbe, torch: TorchState, *, open_de
     if not torch.ok:
         disable_autoload()
     proposers = Plugins(PROPOSERS, probe=probe)
-    rows = [row(candidate) for candidate in registry.candidates(load=importable)]
+    rows = [row(candidate) for candidate in registry.backends.candidates(load=importable)]
     for values in rows:
         if not torch.ok:
             _block(values, torch)
