@@ -128,7 +128,7 @@ class Engine:
             grammars=self._grammars,
             vision=vision,
         )
-        self._session = Session(loop, shares_prompts=config.prefix_cache)
+        self._session = Session(loop)
         self._failures = 0  # consecutive recoverable ones
         self._lending: PageLending | None = None
         self._processes: RankProcesses | None = None

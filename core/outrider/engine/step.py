@@ -52,7 +52,7 @@ class Step:
         self.prefill = prefill
         self._stages = stages
         self.runner = runner
-        self._called = Runner(parts)
+        self._eager_runner = Runner(parts)
         self._guided = guided
         self._entries = ring_entries(parts.config)
         self._launched = 0
@@ -91,7 +91,7 @@ class Step:
         """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft."""
         streams, fences, stages, batch = self._streams, self._fences, self._stages, requested.launched
         lengths = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
-        runner = self._called if requested.features.guided else self.runner
+        runner = self._eager_runner if requested.features.guided else self.runner
         decode = self.decode_batch(runner, batch, requested.features, lengths)
         frame, run = build_frame(self._parts.buffers, decode), runner.run
         run(stages.gather, decode, frame)
