@@ -176,7 +176,7 @@ class LogprobBuffers:
         self._max_likeliest = most
         shape = (2 * max_requests, width, 1 + 2 * most)
         self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
-        self.outgoing = HostCopyRing(backend, "logprobs", self._device, entries=entries, data=data)
+        self.ring = HostCopyRing(backend, "logprobs", self._device, entries=entries, data=data)
         """Copies of the buffers for the host, which :meth:`read_entry` reads."""
 
     def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
@@ -190,7 +190,7 @@ class LogprobBuffers:
         self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int, group: int = 0
     ) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of ``tokens`` of one row, with ``count`` likeliest tokens each, after the fence."""
-        bits = self.outgoing.read_entry(entry, generation, group=group)[row, : len(tokens)]
+        bits = self.ring.read_entry(entry, generation, group=group)[row, : len(tokens)]
         values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
         ids: list[list[int]] = bits[:, 1 + self._max_likeliest : 1 + self._max_likeliest + count].tolist()
         return tuple(
@@ -263,7 +263,7 @@ class Results:
         shape = (2 * max_requests, self._first_probe_column + probes.width)
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
         self._zeros = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
-        self._outgoing = HostCopyRing(backend, "results", self._device, entries=entries, data=data)
+        self._ring = HostCopyRing(backend, "results", self._device, entries=entries, data=data)
         self._logprobs = LogprobBuffers(
             backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs, data=data
         )
@@ -324,14 +324,14 @@ class Results:
 
     def copy_on_device(self, batch: Batch, entry: int, forward: Stream) -> None:
         """Copy the results of all data-parallel groups to device ring entry ``entry``, on the current stream ``forward``."""
-        self._outgoing.copy_on_device(entry, forward)
+        self._ring.copy_on_device(entry, forward)
         if _wants_logprobs(batch):
-            self._logprobs.outgoing.copy_on_device(entry, forward)
+            self._logprobs.ring.copy_on_device(entry, forward)
 
     def copy_out(self, batch: Batch, entry: int, stream: Stream) -> PendingResult:
         """Copy device ring entry ``entry`` to pinned memory on ``stream``, and return the pending result."""
-        generation = self._outgoing.copy_out(entry, stream)
-        logprobs = self._logprobs.outgoing.copy_out(entry, stream) if _wants_logprobs(batch) else None
+        generation = self._ring.copy_out(entry, stream)
+        logprobs = self._logprobs.ring.copy_out(entry, stream) if _wants_logprobs(batch) else None
         return PendingResult(batch, entry, generation, logprobs, dict(self._host_failures))
 
     def read_results(self, pending: PendingResult, copied: Fence) -> tuple[HostResults, ...]:
@@ -342,7 +342,7 @@ class Results:
         return tuple(self._host_results(pending, batch, group) for group, batch in zip(groups, batches, strict=True))
 
     def _host_results(self, pending: PendingResult, batch: Batch, group: int) -> HostResults:
-        rows = self._outgoing.read_entry(pending.entry, pending.generation, group=group).tolist()
+        rows = self._ring.read_entry(pending.entry, pending.generation, group=group).tolist()
         failures = pending.host_failures if group == self._own_group else {}
         request_rows = [(i, request.id) for i, request in enumerate(batch.decode)]
         request_rows += [(self._max_requests + i, chunk.request.id) for i, chunk in enumerate(batch.prefill)]
