@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.device import Backend, ConfigError, DeviceError, Fence
 from outrider.engine.assembly import Assembly
 from outrider.engine.config import Choice, EngineConfig
-from outrider.engine.draft_costs import lengths_for, select_draft_length_policy, widths_for
+from outrider.engine.draft_costs import captured_widths, select_draft_length_policy, usable_draft_lengths
 from outrider.engine.fences import Streams
 from outrider.engine.graphs import CaptureProgress
 from outrider.engine.guides.grammars import Grammars
@@ -96,8 +96,8 @@ class Engine:
             backend,
             proposer=proposer,
             config=config,
-            lengths=lengths_for(config, backend, proposer, draft_length),
-            widths=widths_for(config, backend, model, proposer, draft_length),
+            lengths=usable_draft_lengths(config, backend, proposer, draft_length),
+            widths=captured_widths(config, backend, model, proposer, draft_length),
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
