@@ -24,7 +24,6 @@ from command_line import outrider as outrider
 from drawing import leave_repeats_to_slow
 from known_environment import normalize_environment
 from outrider.registry.probing import PluginProbe, ProbeVerdict
-from pinned_factories import select_factories
 from triton_interpreter import spare_repeated_work
 
 normalize_environment()
@@ -65,6 +64,8 @@ def _read_text_once(self: PathDistribution, filename: str) -> str | None:
 PathDistribution.read_text = _read_text_once
 
 
+PINNING_BY_FACTORIES = ("tests/docs/", "tests/foreign/", "tests/races/", "tests/sanitizer/", "tests/sim/")
+"""Tests that may call torch's factories with `pin_memory=True` on the simulated device, which slows all host operators."""
 LONG_AND_LATE = ("tests/vendors/test_npu_emulated.py", "tests/vendors/test_rocm.py")
 
 
@@ -112,7 +113,9 @@ def missing_namespaces() -> str | None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose device, package or privilege is missing, with the reason."""
-    select_factories(item.nodeid)
+    sim = sys.modules.get("outrider_sim.torch_device.torch_slot")
+    if sim is not None and sim.registered() is not None:
+        sim.registered().pins_in_factories = item.nodeid.startswith(PINNING_BY_FACTORIES)
     for kind, missing in (
         ("needs_device", missing_device),
         ("needs_nixl", missing_nixl),

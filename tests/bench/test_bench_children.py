@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.registry import Registry
+from outrider.registry.plugins import Plugins
 from outrider_bench.child import ChildFailed, how_it_ended, run_child
 from processes import gone
 
@@ -111,8 +111,8 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
         told = {"compiled": {"linear": 3}, "captured": None, "compiled_while_serving": 0, "device": "x:0"}
         return {"stages": stages, "total": total, **told, **chosen}
 
-    info = Registry.info
-    monkeypatch.setattr(Registry, "info", lambda self, name: replace(info(self, name), cache_variables=("SOME_CACHE",)))
+    info = Plugins.info
+    monkeypatch.setattr(Plugins, "info", lambda self, name: replace(info(self, name), cache_variables=("SOME_CACHE",)))
     monkeypatch.setattr("outrider_bench.commands.startup.run_child", child)
     shown = outrider("bench", "startup", "--backend", "cpu", "--starts", "3")
     lines = {line.split("  ")[0]: line.split()[-4:] for line in shown.out.splitlines() if line}

@@ -128,7 +128,7 @@ def test_a_row_of_the_matrix_fits_the_workflow_that_takes_it():
     assert set(given) == set(called["on"]["workflow_call"]["inputs"]) - {"ref"}
     assert read("pr-test-extra.yml")["jobs"]["conformance"]["with"] == {"ref": "${{ needs.gate.outputs.sha }}", **given}
     keys = {re.search(r"matrix\.(\w+)", text)[1] for text in given.values()}
-    assert keys <= set(rows_of(Registry().candidates()[0], [])[0])
+    assert keys <= set(rows_of(Registry().backends.candidates()[0], [])[0])
     assert called["jobs"]["conform"]["if"] == "inputs.status == 'runs'"
 
 

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.commands import table
-from outrider.cli.commands.table import GROUP, OWN, Broken, CommandUnavailable, commands, group
+from outrider.cli.commands.table import GROUP, OWN, BrokenCommand, CommandUnavailable, commands, group
 
 
 def offer(name, value, distribution=None):
@@ -29,10 +29,12 @@ def test_a_dot_makes_a_group():
 
 def test_two_packages_with_one_name_are_both_named():
     table = commands([offer("more", "one:more", "first"), offer("more", "two:more", "second"), offer("other", "three:other")])
-    assert table["more"] == Broken("first (one:more) and second (two:more) both offer a command 'more'")
+    assert table["more"] == BrokenCommand("first (one:more) and second (two:more) both offer a command 'more'")
     assert table["other"] == "three:other"
     table = commands([offer("bench.more", "one:more", "first"), offer("bench.more", "two:more", "second")])
-    assert table["bench"] == {"more": Broken("first (one:more) and second (two:more) both offer a command 'bench more'")}
+    assert table["bench"] == {
+        "more": BrokenCommand("first (one:more) and second (two:more) both offer a command 'bench more'")
+    }
 
 
 def test_one_package_seen_twice_is_one():
@@ -41,7 +43,7 @@ def test_one_package_seen_twice_is_one():
 
 def test_a_command_and_a_group_of_one_name_exclude_each_other():
     found = commands([offer("bench", "one:bench"), offer("bench.a", "two:a")])["bench"]
-    assert isinstance(found, Broken)
+    assert isinstance(found, BrokenCommand)
     assert "as a group" in found.reason
 
 
@@ -62,7 +64,7 @@ def app(monkeypatch, tmp_path):
         "torn": "torn_commands:torn",
         "leaving": "leaving_commands:leave",
         "absent": "good_commands:not_there",
-        "twice": Broken("two packages offer it"),
+        "twice": BrokenCommand("two packages offer it"),
     }
     yield group(table, help="Made up.")
     sys.modules.pop("good_commands", None)

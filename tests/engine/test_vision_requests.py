@@ -424,7 +424,7 @@ def test_nothing_is_computed_again_for_text_or_an_idle_batch(made, bundle32):
     def at_join(engine, batch, static):
         parts = engine._parts
         views = parts.buffers.views(batch, parts.proposer.nodes)
-        return PlanAtJoin(parts.plans, views.inputs, views.verify, static), views
+        return PlanAtJoin(views.inputs, views.verify, static), views
 
     text = bundle32.engine(max_requests=2)
     axes = made["qwen2_5_vl"].engine(max_requests=2)

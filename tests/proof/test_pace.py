@@ -82,7 +82,7 @@ def test_a_launch_that_blocks_the_host(changed, blocks):
 def test_a_launch_that_reads_a_value_of_the_device(changed):
     def reads(right):
         def copy_out(self, batch, entry, stream):
-            with self._outgoing._backend.on(stream):
+            with self._ring._backend.on(stream):
                 self._device.sum().item()
             return right(self, batch, entry, stream)
 

@@ -87,7 +87,7 @@ def test_an_object_can_be_a_plugin(install):
     )
     entry = next(site.glob("*.dist-info")) / "entry_points.txt"
     entry.write_text(entry.read_text().replace("_plugin\n", "_plugin:plugin\n"))
-    assert Registry().info("bad").name == "bad"
+    assert Registry().backends.info("bad").name == "bad"
 
 
 def test_create_returning_nothing(install):
@@ -126,6 +126,6 @@ def test_one_module_under_two_names(install):
     entry = next(site.glob("*.dist-info")) / "entry_points.txt"
     entry.write_text(entry.read_text() + "worse = outrider_bad_plugin\n")
     registry = Registry()
-    assert registry.info("bad").name == "bad"
+    assert registry.backends.info("bad").name == "bad"
     with pytest.raises(PluginContractError, match="'worse' .* can't be registered"):
-        registry.info("worse")
+        registry.backends.info("worse")

@@ -23,7 +23,7 @@ def probe(tmp_path):
 
 
 def by_name(registry):
-    return {candidate.name: candidate for candidate in registry.candidates()}
+    return {candidate.name: candidate for candidate in registry.backends.candidates()}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from outrider.registry import Registry, get_backend
 
 
 def by_name(registry):
-    return {candidate.name: candidate for candidate in registry.candidates()}
+    return {candidate.name: candidate for candidate in registry.backends.candidates()}
 
 
 def test_the_reference_backend_is_installed():
@@ -182,18 +182,18 @@ def test_nothing_to_choose(install):
 
 def test_a_registry_sees_a_later_installation(install):
     registry = Registry()
-    assert "chip" not in registry.names
+    assert "chip" not in registry.backends.names
     install("chip")
-    assert "chip" in registry.names
+    assert "chip" in registry.backends.names
     assert registry.create("chip").given == (0, {})
 
 
 def test_a_registry_that_reads_once_sees_what_there_was(install):
     registry = Registry(once=True)
     install("chip")
-    assert "chip" in registry.names
+    assert "chip" in registry.backends.names
     install("chop")
-    assert "chop" not in registry.names
+    assert "chop" not in registry.backends.names
     with pytest.raises(BackendNotFound, match="no backend.* named 'chop'"):
         registry.create("chop")
     assert registry.create("chip").given == (0, {})
@@ -202,13 +202,13 @@ def test_a_registry_that_reads_once_sees_what_there_was(install):
 def test_a_registry_sees_a_distribution_that_changes_in_place(install):
     site = install("chip")
     registry = Registry()
-    assert "chip" in registry.names
+    assert "chip" in registry.backends.names
     (points,) = site.glob("*.dist-info/entry_points.txt")
     points.write_text(points.read_text().replace("chip =", "chop ="))
-    assert "chip" not in registry.names
-    assert "chop" in registry.names
+    assert "chip" not in registry.backends.names
+    assert "chop" in registry.backends.names
     points.write_text("[outrider.backends]\nchip\n")
-    assert "chip" not in registry.names
+    assert "chip" not in registry.backends.names
     with pytest.raises(BackendNotFound, match=r"distribution 'outrider-chip' in .* was passed over: its metadata"):
         registry.create("chip")
 

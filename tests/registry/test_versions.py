@@ -34,7 +34,7 @@ def later():
 
 
 def status(registry):
-    return {candidate.name: candidate for candidate in registry.candidates()}["chip"]
+    return {candidate.name: candidate for candidate in registry.backends.candidates()}["chip"]
 
 
 def test_a_range_that_holds_this_version_is_taken_as_it_is(install):

@@ -11,7 +11,7 @@ from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, Graph, KernelSet
 from outrider.engine.requests.draft_length import LengthSchedule
-from outrider.engine.state.plans import Plans
+from outrider.engine.stages import PlanPositions
 from outrider.model import DFlashHead, DraftVocabulary, EagleHead, ForwardInput, KVCache, MtpHead, with_output_head
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
@@ -184,13 +184,13 @@ def test_passes_over_prompts_are_those_that_are_declared(name, monkeypatch):
 
 def test_drafts_behind_the_context_have_its_last_position(monkeypatch):
     """No token of them is kept; where models have a table of positions, it ends there."""
-    positions, planned = [], Plans.from_lengths
+    positions, planned = [], PlanPositions.run
 
-    def noted(plans, inputs, verify):
-        planned(plans, inputs, verify)
-        positions.append(int(verify.positions.max()))
+    def noted(stage, batch, frame):
+        planned(stage, batch, frame)
+        positions.append(int(frame.verify.positions.max()))
 
-    monkeypatch.setattr(Plans, "from_lengths", noted)
+    monkeypatch.setattr(PlanPositions, "run", noted)
     engine = tiny.engine(PROPOSERS["eagle"](), max_context=12)
     for length in (3, 5):
         engine.generate([range(1, length + 1)], SamplingParams(max_tokens=12 - length, ignore_eos=True))

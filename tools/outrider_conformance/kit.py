@@ -44,7 +44,7 @@ class Kit:
     @property
     def info(self) -> BackendInfo:
         """The plugin's description of itself."""
-        return self.registry.info(self.spec.name)
+        return self.registry.backends.info(self.spec.name)
 
     def open(self) -> Backend:
         """Return a new backend. After one failure, each further call raises the same exception at once."""
@@ -65,7 +65,7 @@ class Kit:
     def loading(self) -> ProbeVerdict | None:
         """Return what loading the plugin changed in a child process, or None if a test passed its own registry."""
         with patch.dict(os.environ, self._environment, clear=True):
-            return self.registry.try_in_child(self.spec.name) if self._installed else None
+            return self.registry.backends.try_in_child(self.spec.name) if self._installed else None
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -75,7 +75,7 @@ class Kit:
     def described(self) -> dict[str, Any]:
         """Return the report's entry about the plugin, without facts that aren't available."""
         found: dict[str, Any] = {"name": self.spec.name, "spec": str(self.spec)}
-        for candidate in self.registry.candidates():
+        for candidate in self.registry.backends.candidates():
             if candidate.name == self.spec.name:
                 found.update(distribution=candidate.distribution, entry_point=candidate.entry_point)
                 if candidate.info is not None:

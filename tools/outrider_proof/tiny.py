@@ -8,7 +8,7 @@ A drafter that knows only the successors has many drafts accepted and many rejec
 from __future__ import annotations
 
 import functools
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,6 @@ from outrider.model import (
     MtpHead,
     MtpWeights,
     PEagleHead,
-    PEagleWeights,
     RecurrentConfig,
     RopeConfig,
 )
@@ -314,11 +313,13 @@ def peagle_head() -> PEagleHead:
     mask_embedding, state = torch.linalg.qr(embeddings().t(), mode="complete").Q[:, -2:].t() * HIDDEN**0.5
     constant = torch.linalg.lstsq(embeddings(), torch.ones(VOCABULARY, 1, dtype=torch.float64)).solution.squeeze(1)
     constant = constant + mask_embedding / HIDDEN  # 1 for the mask as well
-    own = {each.name: getattr(head.weights, each.name) for each in fields(head.weights)}
-    own["embedding"] = embeddings().index_copy(0, torch.tensor([MASK]), mask_embedding.unsqueeze(0))
     first = _self_attention(generator, 2 * HIDDEN // HEAD_SIZE, constant)
-    own["layers"] = first, _successor_layer(generator, constant)
-    weights = PEagleWeights(**own, mask_state=state)
+    weights = replace(
+        head.weights,
+        embedding=embeddings().index_copy(0, torch.tensor([MASK]), mask_embedding.unsqueeze(0)),
+        layers=(first, _successor_layer(generator, constant)),
+        mask_state=state,
+    )
     own_config = replace(head.config, num_layers=2, windows=head.config.windows * 2)
     return PEagleHead(own_config, weights, target(), mask_token=MASK, aux_hidden_state_layers=head.aux_hidden_state_layers)
 

@@ -18,10 +18,10 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import IterationLauncher, Loop
 from outrider.engine.prefill import Prefill, build_prefill_graphs, stage_prompt_padding
-from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
+from outrider.engine.ranked import DeciderGuidedDecoding, FollowerGuidedDecoding, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
-from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength, LengthSchedule
+from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
 from outrider.engine.requests.request import Request
@@ -53,7 +53,7 @@ class Assembly:
         else:
             ranks.use_stream(parts.streams.forward)
             self._stages = ranked_stages(parts, ranks)
-            self._guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
+            self._guided = DeciderGuidedDecoding(parts) if ranks.is_decider else FollowerGuidedDecoding(parts)
             self.prefill = RankedPrefill(parts, self._guided, ranks)
         self._iteration = Iteration(parts, self._stages)
 
@@ -169,15 +169,14 @@ def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Sch
 
 def _build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolicy) -> GroupScheduler:
     """Create one scheduler for each data-parallel group."""
-    agreed, proposer = FixedLength(draft_length.lengths[-1]), parts.proposer
+    proposer = parts.proposer
 
     def passes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         return tokens, *(proposer.prompt_passes(tokens, sequences, longest) if proposer.extends else ())
 
     return GroupScheduler(
-        [_build_scheduler(parts, agreed) for _ in range(data.size)],
+        [_build_scheduler(parts, draft_length) for _ in range(data.size)],
         own=data.rank,
-        agreed=agreed,
         draft_length=draft_length,
         passes=passes,
     )

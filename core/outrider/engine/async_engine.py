@@ -139,7 +139,7 @@ class AsyncEngine:
                 # Compiling takes its time: in neither the loop's thread nor the engine's.
                 await asyncio.get_running_loop().run_in_executor(None, self.engine.compile_guide, params.guide)
             # Cancelled here, the request may have been admitted all the same: `left` says so then.
-            ids = await self._call(lambda engine: self._admit(engine, reader, prompt, params, priority, media))
+            ids = await self.call(lambda engine: self._admit(engine, reader, prompt, params, priority, media))
             if admitted is not None:
                 admitted(ids)
             while left:
@@ -182,15 +182,10 @@ class AsyncEngine:
 
     async def abort(self, request_id: int) -> None:
         """End a request; its stream ends with the finish reason ``abort``. Raises :class:`RequestError` for an unknown id."""
-        await self._call(lambda engine: engine.abort(request_id))
+        await self.call(lambda engine: engine.abort(request_id))
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Return ``function(engine)``, called in the engine's thread between two iterations. Use it to read counts."""
-        return await self._call(function)
-
-    # -- between threads -------------------------------------------------------------------------------------------
-
-    async def _call(self, function: Callable[[Engine], Any]) -> Any:
         answer: Future[Any] = Future()
 
         def command() -> None:
@@ -203,6 +198,8 @@ class AsyncEngine:
 
         self._post(command, answer)
         return await asyncio.wrap_future(answer)
+
+    # -- between threads -------------------------------------------------------------------------------------------
 
     def _post(self, command: Callable[[], None], answer: Future[Any] | None = None) -> None:
         with self._lock:

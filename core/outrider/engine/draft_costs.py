@@ -36,7 +36,7 @@ _RUNS = 3  # iterations of each kind: the first warms up, the fastest of the oth
 _FEW_CACHED_TOKENS, _MANY_CACHED_TOKENS = 16, 1024  # cached tokens of a request
 
 
-def lengths_for(
+def usable_draft_lengths(
     config: DecidedConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
 ) -> tuple[int, ...]:
     """Return the draft lengths that an iteration may use. Raises :class:`ConfigError` for lengths that the proposer cannot
@@ -57,7 +57,7 @@ def lengths_for(
     return tuple(length for length in lengths if length not in refused)
 
 
-def widths_for(
+def captured_widths(
     config: DecidedConfig, backend: Backend, model: LanguageModel, proposer: Proposer, given: DraftLengthPolicy | None
 ) -> tuple[int, ...]:
     """Return the widths for which an engine captures graphs: those of its policy, empty if requests have one length.
@@ -147,7 +147,7 @@ class DraftLengthReport:
         return f"{which} tokens drafted {how}; what iterations take was measured in {self.seconds:.1f} s"
 
 
-def decide(
+def select_draft_length_policy(
     parts: EngineParts, step: IterationLauncher, given: DraftLengthPolicy | None, *, sizes: Sequence[int] | None
 ) -> tuple[DraftLengthPolicy, DraftLengthReport]:
     """Return the draft-length policy that the caller passed, or the one that the config selects.

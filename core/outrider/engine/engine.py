@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.device import Backend, ConfigError, DeviceError, Fence
 from outrider.engine.assembly import Assembly
 from outrider.engine.config import Choice, EngineConfig
-from outrider.engine.draft_costs import decide, lengths_for, widths_for
+from outrider.engine.draft_costs import captured_widths, select_draft_length_policy, usable_draft_lengths
 from outrider.engine.fences import Streams
 from outrider.engine.graphs import CaptureProgress
 from outrider.engine.guides.grammars import Grammars
@@ -31,7 +31,7 @@ from outrider.engine.requests.pages import CacheEvent, CacheEvents
 from outrider.engine.requests.request import Completion, FinishReason, Request, RequestStream, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.session import Session, VoteAnswer, follow, vote_handler
-from outrider.engine.setup.checks import check_engine_types, check_invariance, check_policy, check_tree, check_type
+from outrider.engine.setup.checks import check_invariance, check_policy, check_tree, check_type
 from outrider.engine.setup.facts import collect_facts
 from outrider.engine.setup.loading import LoadingArguments, absolute, load_checkpoint
 from outrider.engine.setup.resolve import resolve
@@ -78,7 +78,8 @@ class Engine:
         call :meth:`follow`. ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
         """
         check_one_rank(parallel)
-        check_engine_types(model, config)
+        check_type("model", model, LanguageModel)
+        check_type("config", config, EngineConfig, type(None))
         self.backend, self.model = backend, model
         self.proposer = proposer = proposer or NonSpeculativeProposer()
         decided = resolve(config or EngineConfig(), collect_facts(backend, model, proposer))
@@ -95,8 +96,8 @@ class Engine:
             backend,
             proposer=proposer,
             config=config,
-            lengths=lengths_for(config, backend, proposer, draft_length),
-            widths=widths_for(config, backend, model, proposer, draft_length),
+            lengths=usable_draft_lengths(config, backend, proposer, draft_length),
+            widths=captured_widths(config, backend, model, proposer, draft_length),
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
@@ -108,7 +109,7 @@ class Engine:
         self.captured_prefill = None if assembly.prefill.graphs is None else assembly.prefill.graphs.report
         self._step = assembly.step(runner)
         sizes = None if runner.report is None else runner.report.buckets
-        policy, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
+        policy, self.draft_length = select_draft_length_policy(parts, self._step, draft_length, sizes=sizes)
         self._loop = loop = assembly.loop(self._step, watchdog, decision_log.replicate(policy), decision_log)
         watchdog.limit_s = decision_log.wait_limit(watchdog.limit_s)
         self._failure_recovery, self._scheduler, self._requests = loop.failure_recovery, loop.scheduler, loop.requests
@@ -121,14 +122,13 @@ class Engine:
         self._admission = Admission(
             config=config,
             model=model.config,
-            max_context=self.max_context,
             pages=loop.scheduler.pages.count - 1,
             pages_of=loop.scheduler.max_pages,
             tokenizer=tokenizer,
             grammars=self._grammars,
             vision=vision,
         )
-        self._session = Session(loop, shares_prompts=config.prefix_cache)
+        self._session = Session(loop)
         self._failures = 0  # consecutive recoverable ones
         self._lending: PageLending | None = None
         self._processes: RankProcesses | None = None
@@ -258,7 +258,7 @@ class Engine:
         tokens = self._encoded(prompt)
         with self._session.use():
             samples = self._admission.requests(self._session.next_id, tokens, params, priority=priority, media=media)
-            self._session.log_call("add_request", tuple(tokens), params, priority, tuple(media))
+            self._decision_log.append_call("add_request", tuple(tokens), params, priority, tuple(media))
             return self._session.submit(samples)
 
     def abort(self, request_id: int) -> None:
@@ -269,7 +269,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._session.log_call("abort", request_id)
+            self._decision_log.append_call("abort", request_id)
             self._loop.end_request(request, FinishReason.ABORT)
             self._scheduler.retire()
 
@@ -315,7 +315,7 @@ class Engine:
             prompts = [self._encoded(prompt) for prompt in prompts]
         with self._session.use():
             batch = self._admission.batch(self._session.next_id, prompts, params, media)
-            self._session.log_call(
+            self._decision_log.append_call(
                 "generate", tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media))
             )
             return self._generate(batch)
@@ -336,7 +336,7 @@ class Engine:
         tokens = self._encoded(prompt)
         with self._session.use():
             (request,) = self._admission.requests(self._session.next_id, tokens, params, media=media)
-            self._session.log_call("add_request", tuple(tokens), params, 0, tuple(media))
+            self._decision_log.append_call("add_request", tuple(tokens), params, 0, tuple(media))
             outputs = self._loop.output_queue.open(request.id)
             self._session.submit([request])
         return RequestStream(request, outputs, advance=self._iterate, close=self._session.close_stream)
@@ -419,7 +419,7 @@ class Engine:
         that has finished or has no output yet.
         """
         with self._session.use():
-            self._session.log_call("hand_over", request_id)
+            self._decision_log.append_call("hand_over", request_id)
             self._decision_log.publish_or_check("go on")
             request = self._loop.request_to_hand_over(request_id)
             with self._failure_recovery.guard_device_work("handing a request over"):
@@ -441,7 +441,7 @@ class Engine:
         self._decision_log.check_handed_over(handed)
         with self._session.use():
             request = self._admission.arrival(self._session.next_id, handed)
-            self._session.log_call("take_over", handed.key)
+            self._decision_log.append_call("take_over", handed.key)
             self._decision_log.drop_handed_over(handed)
             request.group = handed.group
             with self._failure_recovery.guard_device_work("taking a request over"):
@@ -460,7 +460,7 @@ class Engine:
         with self._session.use():
             if lend:
                 self.lending.check_lends()
-            self._session.log_call("resume", state)
+            self._decision_log.append_call("resume", state)
             request = self._admission.resumed(self._session.next_id, state)
             request.is_prefill_only = lend
             self._session.choose_group([request])

@@ -24,17 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from outrider.device import Fence, SpeculativeSync, Stream
 
-
-class Hazard(StrEnum):
-    """The kind of wrong access that the fence prevents."""
-
-    READ_AFTER_WRITE = "read after write"
-    WRITE_AFTER_READ = "write after read"
-    BOTH = "read after write, write after read"
+READ_AFTER_WRITE, WRITE_AFTER_READ = "read after write", "write after read"
+"""The kinds of wrong accesses that a fence prevents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +38,8 @@ class FenceSpec:
     name: str
     producer: str
     consumers: tuple[str, ...]
-    hazard: Hazard
+    hazard: str
+    """The kinds of wrong accesses that the fence prevents."""
     resources: str
 
 
@@ -53,7 +48,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "inputs_ready",
         "schedule",
         ("forward",),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "uploaded inputs, and masks of prompts; in staged mode also the request rows, block tables and sampling options that "
         "schedule unpacks, and resolved lengths",
     ),
@@ -61,7 +56,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "shared_reads_done",
         "forward",
         ("plan", "schedule"),
-        Hazard.BOTH,
+        f"{READ_AFTER_WRITE}, {WRITE_AFTER_READ}",
         "inputs.*, for plan positions; staged inputs, request rows and block tables, against the unpack of the next "
         "iteration in staged mode and against reuse by another request; masks of prompts, against the next masks",
     ),
@@ -69,91 +64,89 @@ FENCES: tuple[FenceSpec, ...] = (
         "draft_outputs_ready",
         "forward",
         ("plan", "copy"),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "draft.*: draft tokens, a tree's shape",
     ),
     FenceSpec(
         "draft_on_host",
         "copy",
         ("host",),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "draft tokens and a tree's shape in pinned memory, where a request is guided",
     ),
     FenceSpec(
         "masks_ready",
         "schedule",
         ("forward",),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "masks of guided requests, one for the position after each token of a draft",
     ),
-    FenceSpec("plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "verify.*: static inputs and metadata of verify"),
+    FenceSpec("plan_ready", "plan", ("forward",), READ_AFTER_WRITE, "verify.*: static inputs and metadata of verify"),
     FenceSpec(
         "accept_ready",
         "forward",
         ("plan",),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "outputs.*: accepted tokens, their number and their path",
     ),
     FenceSpec(
         "extend_plan_ready",
         "plan",
         ("forward",),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "extend.*: static inputs and metadata of draft-extend, and the moves of a tree's keys and values",
     ),
-    FenceSpec("published", "forward", ("schedule", "copy"), Hazard.READ_AFTER_WRITE, "new lengths, a generation per row"),
+    FenceSpec("published", "forward", ("schedule", "copy"), READ_AFTER_WRITE, "new lengths, a generation per row"),
     FenceSpec(
         "lengths_on_host",
         "copy",
         ("host",),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "published lengths in pinned memory, where attention takes host integers or is planned from them",
     ),
     FenceSpec(
         "params_free",
         "forward",
         ("update",),
-        Hazard.WRITE_AFTER_READ,
+        WRITE_AFTER_READ,
         "host parameters of captured stages against the replays of the iteration before",
     ),
-    FenceSpec(
-        "params_bound", "update", ("forward",), Hazard.READ_AFTER_WRITE, "host parameters that were bound for this iteration"
-    ),
-    FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "results of the iteration in the device ring"),
-    FenceSpec("results_copied", "copy", ("host",), Hazard.READ_AFTER_WRITE, "pinned results"),
+    FenceSpec("params_bound", "update", ("forward",), READ_AFTER_WRITE, "host parameters that were bound for this iteration"),
+    FenceSpec("results_ready", "forward", ("copy",), READ_AFTER_WRITE, "results of the iteration in the device ring"),
+    FenceSpec("results_copied", "copy", ("host",), READ_AFTER_WRITE, "pinned results"),
     FenceSpec(
         "handed_over",
         "forward",
         ("forward of another engine", "host"),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "keys, values, draft caches, recurrent states and relay of a request that leaves for another engine",
     ),
     FenceSpec(
         "pages_ready",
         "forward",
         ("host",),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "pages, recurrent states and relay of a request that leaves for elsewhere, against the network card's reads",
     ),
     FenceSpec(
         "pages_read",
         "network",
         ("host",),
-        Hazard.WRITE_AFTER_READ,
+        WRITE_AFTER_READ,
         "pages and recurrent states of a request that left, against the next request that gets these pages and this row",
     ),
     FenceSpec(
         "pages_free",
         "forward",
         ("host",),
-        Hazard.WRITE_AFTER_READ,
+        WRITE_AFTER_READ,
         "pages and row of states reserved for a request that comes from elsewhere, against the network card's writes",
     ),
     FenceSpec(
         "pages_written",
         "network",
         ("host",),
-        Hazard.READ_AFTER_WRITE,
+        READ_AFTER_WRITE,
         "pages and recurrent states that the network card wrote, against the iteration that the request enters in",
     ),
 )

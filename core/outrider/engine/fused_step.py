@@ -62,6 +62,6 @@ class FusedStep(Step):
         if requested.features.guided:
             super()._decode(requested, entry)
             return
-        decode = self._decode_batch(self.runner, requested.launched, requested.features)
+        decode = self.decode_batch(self.runner, requested.launched, requested.features)
         self.runner.run(self._iteration, decode, build_frame(self._parts.buffers, decode))
         self._fences.shared_reads_done.signal(self._streams.forward)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from outrider.device import Backend, CaptureContext, ConfigError, Graph, GraphPool, Stream
 from outrider.engine.config import MAX_LOGPROBS
-from outrider.engine.requests.batch import Features
+from outrider.engine.requests.batch import BatchFeatures
 from outrider.engine.stages import DecodeBatch, Frame, Stage, Stages, build_frame
 from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
@@ -69,11 +69,11 @@ def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size % MIN_REQUESTS_SHORTER_DRAFT == 0 or size == max(sizes))
 
 
-def captured_features(parts: EngineParts) -> tuple[Features, Features, Features]:
+def captured_features(parts: EngineParts) -> tuple[BatchFeatures, BatchFeatures, BatchFeatures]:
     """Return the features of the graphs: greedy, sampling, and everything."""
     logprobs = min(MAX_LOGPROBS, parts.model.config.vocab_size)
-    everything = Features(sampling=True, biased=True, penalized=True, truncated=True, logprobs=logprobs)
-    return Features(), Features(sampling=True), everything
+    everything = BatchFeatures(sampling=True, biased=True, penalized=True, truncated=True, logprobs=logprobs)
+    return BatchFeatures(), BatchFeatures(sampling=True), everything
 
 
 class Runner:
@@ -88,21 +88,9 @@ class Runner:
         self._backend = parts.backend
         self._buffers = parts.buffers
 
-    def batch(
-        self,
-        count: int,
-        drafted: int,
-        features: Features,
-        max_kv: int,
-        seq_lens_host: HostSeqLens | None,
-        verified: int | None = None,
-    ) -> DecodeBatch:
-        """Return the batch that the stages receive: a bucket that holds ``count`` requests, and features that cover
-        ``features``. Here it has exactly ``count`` requests.
-
-        ``verified``: number of tokens that the target verifies, if each request has a draft length of its own.
-        """
-        return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host, packed=verified)
+    def pad(self, batch: DecodeBatch) -> DecodeBatch:
+        """Return the batch that the stages receive for ``batch``, whose sizes are exact. Here it stays unchanged."""
+        return batch
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the KV lengths that captured graphs take as host parameters, on ``stream``. Does nothing here: a called
@@ -144,7 +132,7 @@ class CaptureReport:
         return f"{self.graphs} graphs captured in {self.seconds:.1f} s, holding {memory}"
 
 
-GraphKind = tuple[int, int | None, Features]
+GraphKind = tuple[int, int | None, BatchFeatures]
 """Draft length, mean number of verified tokens (None: of each request all), and features of a captured iteration."""
 
 
@@ -182,7 +170,7 @@ class GraphRunner(Runner):
         self._capacity = parts.capacity
         self._most_drafted = max(parts.lengths)
         self._sizes, self._widths = _captured_sizes(parts), parts.widths
-        self.buckets = self._sizes[self._most_drafted, None, Features()]
+        self.buckets = self._sizes[self._most_drafted, None, BatchFeatures()]
         pools = {stage.name: parts.backend.create_graph_pool(stage.name) for stage in which}
         measured = measure_captures(parts.backend)
         for drafted in parts.lengths:
@@ -200,23 +188,15 @@ class GraphRunner(Runner):
                 progress(done, len(wanted))
         self.report = CaptureReport(len(self._captured), self.buckets, *measured(), tuple(sorted(parts.lengths)))
 
-    def batch(
-        self,
-        count: int,
-        drafted: int,
-        features: Features,
-        max_kv: int,
-        seq_lens_host: HostSeqLens | None,
-        verified: int | None = None,
-    ) -> DecodeBatch:
-        """Return the batch in its smallest bucket. Its bound of cached tokens is the capacity, as the graphs were
-        captured.
+    def pad(self, batch: DecodeBatch) -> DecodeBatch:
+        """Return ``batch`` in the smallest bucket that holds it, with features that cover its own. Its bound of cached tokens
+        is the capacity, as the graphs were captured.
 
         Raises :class:`ConfigError` if no graph has as many tokens as requests with draft lengths of their own need.
         """
-        del max_kv
-        features = next(kind for _, _, kind in self._sizes if kind.covers(features))
-        width = None if verified is None else self._smallest_width(count, drafted, verified)
+        count, drafted, seq_lens_host = batch.count, batch.drafted, batch.seq_lens_host
+        features = next(kind for _, _, kind in self._sizes if kind.covers(batch.features))
+        width = None if batch.packed is None else self._smallest_width(count, drafted, batch.packed)
         bucket = self.bucket(count, (drafted, width, features))
         padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
         packed = None if width is None else width * bucket
@@ -233,7 +213,7 @@ class GraphRunner(Runner):
         for each padding request.
         """
         for width in self._widths:
-            bucket = self.bucket(count, (drafted, width, Features()))
+            bucket = self.bucket(count, (drafted, width, BatchFeatures()))
             if verified + bucket - count <= width * bucket:
                 return width
         raise ConfigError(
@@ -287,7 +267,7 @@ class GraphRunner(Runner):
         for stage in self._which:
             if not stage.has_work(drafted):
                 continue
-            served = Features(sampling=features.sampling) if stage.needs_sampling_only else features
+            served = BatchFeatures(sampling=features.sampling) if stage.needs_sampling_only else features
             key = (stage.name, bucket, (drafted, None if stage.needs_sampling_only else width, served))
             if key not in self._captured:
                 self._captured[key] = self._graph(stage, replace(batch, features=served), frame, pools[stage.name])

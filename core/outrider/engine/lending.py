@@ -35,7 +35,8 @@ class PageLending:
         self._guard = loop.failure_recovery.guard_device_work
         self._scheduler = loop.scheduler
         self._has_states = parts.model.config.recurrent is not None
-        self._group, self._has_page_parts = loop.decision_log.own_group, loop.decision_log.has_page_parts
+        self._decision_log = decision_log = loop.decision_log
+        self._group, self._has_page_parts = decision_log.own_group, decision_log.has_page_parts
         transfers = len(parts.fences.pages_ready) + 1
         self._leaving = FreeList("slot for a request that leaves", transfers)
         self._coming = FreeList("slot for a request that comes", transfers)
@@ -133,7 +134,7 @@ class PageLending:
                 expected = self._expect(self._session.next_id, state, group)
             if expected is not None:
                 self._session.next_id += 1
-                self._session.log_call("expect_pages", state, expected.group)
+                self._decision_log.append_call("expect_pages", state, expected.group)
             return expected
 
     def _expect(self, request_id: int, state: RequestState, group: int | None) -> ExpectedPages | None:
@@ -171,7 +172,7 @@ class PageLending:
                 self._queue_arrived(expected, relay)
             needs_relay = self._has_page_parts or not self.has_pages(expected)
             relayed = dict(relay) if needs_relay else {}
-            self._session.log_call("pages_arrived", expected.request, relayed)
+            self._decision_log.append_call("pages_arrived", expected.request, relayed)
             return expected.request
 
     def follow_arrived(self, request: int, relay: Mapping[str, Tensor]) -> None:
@@ -209,7 +210,7 @@ class PageLending:
         with self._session.use():
             self._scheduler.free_reserved(self._taken(expected))
             self._coming.give_back(expected.slot)
-            self._session.log_call("release_pages", expected.request)
+            self._decision_log.append_call("release_pages", expected.request)
 
     def _reserve(self, request: Request, group: int | None) -> bool:
         scheduler = self._scheduler

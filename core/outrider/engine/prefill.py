@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.device import Backend, CaptureContext, DeviceError, Graph, StepMode
 from outrider.engine.graphs import CaptureReport, measure_captures
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.requests.batch import Batch, Features, PrefillChunk
+from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
@@ -64,14 +64,14 @@ class Prefill:
             self.graphs.replay(bucket)
             return None
         requests = tuple(chunk.request for chunk in batch.prefill)
-        features = Features.from_requests(requests)
+        features = BatchFeatures.from_requests(requests)
         with self._parts.backend.on(self._forward):
             self._guided.report_late_prompts(requests)
             inputs = prefill_inputs(batch.prefill, self._parts.staging, packer.segments)
             seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._parts.capacity)
-            return self._fill(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
+            return self._fill(inputs, features, seq_lens_host, self._media_features(batch, inputs.tokens.shape[0]))
 
-    def enqueue_chunks(self, inputs: PrefillInputs, features: Features) -> None:
+    def enqueue_chunks(self, inputs: PrefillInputs, features: BatchFeatures) -> None:
         """Enqueue all work of staged ``inputs`` in the caller's scope of forward, for capture. The host knows only bounds,
         and attention has no plan.
         """
@@ -87,7 +87,7 @@ class Prefill:
     def _fill(
         self,
         inputs: PrefillInputs,
-        features: Features,
+        features: BatchFeatures,
         seq_lens_host: HostSeqLens | None,
         media: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> PrefilledChunks:
@@ -160,7 +160,7 @@ class Prefill:
         self._parts.future.stash(inputs.rows, stashed, relay)
 
     def _choose(
-        self, features: Features, inputs: PrefillInputs, logits: Tensor, temperature: Tensor, seeds: Tensor
+        self, features: BatchFeatures, inputs: PrefillInputs, logits: Tensor, temperature: Tensor, seeds: Tensor
     ) -> Tensor:
         """Return the token after each chunk [S] from ``logits`` [S, V]. The token has no meaning if the prompt continues."""
         parts, kernels = self._parts, self._parts.model.kernels
@@ -187,7 +187,7 @@ class Prefill:
     def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:
         return self._parts.model.kernels.sample(logits, temperature, seeds, inputs.ends)
 
-    def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+    def _media_features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Compute on the prefill stream the media features in the chunks. Return them [T, F] with the bool mask [T] of their
         tokens; both None without media. F is the model's ``feature_size``.
         """
@@ -276,8 +276,8 @@ class PrefillGraphs:
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         if not chunks or tokens > self.buckets[-1] or len(chunks) > self.sequences:
             return None
-        features = Features.from_requests(tuple(chunk.request for chunk in chunks))
-        if not Features(sampling=True).covers(features) or any(chunk.request.media is not None for chunk in chunks):
+        features = BatchFeatures.from_requests(tuple(chunk.request for chunk in chunks))
+        if not BatchFeatures(sampling=True).covers(features) or any(chunk.request.media is not None for chunk in chunks):
             return None
         size = next(size for size in self.buckets if size >= tokens)
         has_context = size < LEAST_WITHOUT_CONTEXT or any(chunk.start > 0 for chunk in chunks)
@@ -302,7 +302,7 @@ class PrefillGraphs:
             if known and capture is not None and capture.rehearsal:
                 return
             inputs = prefill_inputs((), self._staging, segments, most=self._capacity, has_context=bucket.has_context)
-            self._prefill.enqueue_chunks(inputs, Features(sampling=True))
+            self._prefill.enqueue_chunks(inputs, BatchFeatures(sampling=True))
 
         return self._backend.capture(
             f"prefill[{bucket.tokens}{'' if bucket.has_context else ', without context'}]",

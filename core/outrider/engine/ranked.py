@@ -105,7 +105,7 @@ class RankedPrefill(Prefill):
         self._parts.results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
 
 
-class DecidersGuides(GuidedDecoding):
+class DeciderGuidedDecoding(GuidedDecoding):
     """The guided decoding of the decider. It writes a host failure for each request whose masks exceeded the time limit, so
     that all ranks end the request.
     """
@@ -123,7 +123,7 @@ class DecidersGuides(GuidedDecoding):
             self._parts.results.write_host_failures(GUIDE_LATE, late)
 
 
-class FollowersGuides(GuidedDecoding):
+class FollowerGuidedDecoding(GuidedDecoding):
     """The guided decoding of a rank that receives the decider's tokens: it walks no grammar and masks nothing."""
 
     def has_prompts(self, batch: Batch) -> bool:
@@ -174,12 +174,10 @@ class RankedStep:
         if replayed is not None:
             shape["prompts"] = replayed.tokens
         if batch.launched.decode:
-            features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
-            drafted = self._parts.proposer.nodes if drafted is None else drafted
-            shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
-            verified = batch.launched.verified
-            decode = self.step.runner.batch(count, drafted, features, 0, None, verified)
-            shape["bucket"] = count if features.guided else decode.bucket
+            if batch.features.guided:
+                return {**shape, "mode": "called", "bucket": len(batch.launched.decode)}
+            shape["mode"] = str(self._parts.config.step_mode)
+            shape["bucket"] = self.step.decode_batch(self.step.runner, batch.launched, batch.features).bucket
         return shape
 
     def invalidate(self) -> None:

@@ -1,4 +1,4 @@
-"""Session: the checks of a caller's thread and of the engine's state, and the record of each call for follower ranks."""
+"""Session: the checks of a caller's thread and of the engine's state, and the repetition of each call on follower ranks."""
 
 from __future__ import annotations
 
@@ -29,16 +29,13 @@ class Session:
     """The guarded use of an engine through its loop: calls of one thread, which the ranks that follow repeat.
 
     The thread that owns the engine is its creator, or the last caller of :meth:`adopt`.
-
-    ``shares_prompts``: the samples of a prompt start once the first was launched, and share its pages.
     """
 
-    def __init__(self, loop: Loop, *, shares_prompts: bool) -> None:
+    def __init__(self, loop: Loop) -> None:
         self._thread, self._thread_name, self._process = _current_thread()
         self._loop = loop
         self._decision_log = loop.decision_log
         self._failure_recovery = loop.failure_recovery
-        self._shares_prompts = shares_prompts
         self._used = False
         self._abandoned: deque[Request] = deque()
         self.next_id = 0
@@ -97,25 +94,22 @@ class Session:
         while self._abandoned:
             self.drop([self._abandoned.popleft()])
 
-    def log_call(self, call: str, *arguments: object) -> None:
-        """Append a call of :data:`~outrider.engine.ranks.records.CALLS` to the decision log, so that follower ranks repeat
-        it.
-        """
-        self._decision_log.append_call(call, *arguments)
-
     def drop(self, requests: Sequence[Request]) -> None:
         """Abort each request that has not ended, and drop its outputs."""
-        self.log_call("drop", [request.id for request in requests])
+        self._decision_log.append_call("drop", [request.id for request in requests])
         self._loop.drop_requests(requests)
 
     def submit(self, samples: Sequence[Request]) -> int:
-        """Queue the checked samples of one prompt and return the id of the first."""
+        """Queue the checked samples of one prompt and return the id of the first.
+
+        With a prefix cache, the other samples start once the first was launched, and share its pages.
+        """
         first = samples[0]
         self.choose_group(samples)
         self.next_id = samples[-1].id + 1
         self._loop.requests.update({request.id: request for request in samples})
         self._loop.scheduler.add(first)
-        if not self._shares_prompts:
+        if not self._loop.scheduler.pages.shares_prefixes:
             self._loop.start_followers(first)
         return first.id
 

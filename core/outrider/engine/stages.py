@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, RequestInputs, RequestRows, Stream
-from outrider.engine.requests.batch import Features
+from outrider.engine.requests.batch import BatchFeatures
 from outrider.engine.state.buffers import (
     DRAFT,
     EXTEND,
@@ -22,6 +23,7 @@ from outrider.engine.state.buffers import (
     VERIFY,
     DecodeInputs,
     ExtendPlan,
+    PathInputs,
     StaticBuffers,
     VerifyInputs,
     VerifyOutputs,
@@ -30,8 +32,8 @@ from outrider.engine.state.options import BatchOptions
 from outrider.engine.state.packing import PackedTokens
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
-from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, HostSeqLens
+from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side, speculative_positions
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, HostSeqLens, slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class DecodeBatch:
     """Number of rows of the captured graphs; ``count`` without graphs."""
     drafted: int
     """Tokens drafted per request; for a tree, its nodes."""
-    features: Features
+    features: BatchFeatures
     """Features that cover those of the requests."""
     max_kv: int
     """Upper bound of cached tokens per request after the iteration."""
@@ -238,7 +240,7 @@ class DraftStage(Stage):
 
 class PlanPositions(Stage):
     """The first part of the plan, concurrent with the draft: positions, cache slots and lengths, from lengths and block
-    tables only.
+    tables only. The stages of the plan are idempotent.
     """
 
     name, on, fills = "plan positions", "plan", VERIFY
@@ -247,8 +249,20 @@ class PlanPositions(Stage):
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Compute positions, cache slots and lengths of verify's tokens from the gathered state."""
-        del batch
-        self._parts.plans.from_lengths(frame.inputs, frame.verify)
+        parts, inputs, verify = self._parts, frame.inputs, frame.verify
+        shape = (batch.count, verify.width)
+        # *Plan tokens* writes the positions of a tree again, because they depend on the tree's shape.
+        parts.model.kernels.place_tokens(
+            inputs.seq_lens,
+            inputs.tables,
+            parts.config.page_size,
+            parts.last_position,
+            verify.positions.view(shape),
+            verify.slots.view(shape),
+            verify.seq_lens.unsqueeze(1),
+        )
+        if verify.mask is None:
+            verify.write_rope_positions(inputs.mrope_position_deltas)
 
 
 class PlanTokens(Stage):
@@ -265,9 +279,21 @@ class PlanTokens(Stage):
     )
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
-        """Write tokens and tree mask into the buffers that the first part started."""
-        self._parts.plans.from_draft(frame.inputs, frame.draft, frame.verify)
-        self._parts.plans.copy_rope_positions_for_graph(frame.inputs, frame.verify, captured=batch.captured)
+        """Write tokens and tree mask into the buffers that the first part started.
+
+        Writes no tokens without a draft: verify then reads ``inputs.last_tokens``.
+        """
+        inputs, draft, verify = frame.inputs, frame.draft, frame.verify
+        if batch.drafted:
+            tokens = verify.tokens.view(-1, verify.width)
+            torch.cat((inputs.last_tokens.unsqueeze(1), draft.tokens), dim=1, out=tokens)
+        if verify.mask is not None and draft.tree is not None:
+            positions = inputs.seq_lens.unsqueeze(1) + draft.tree.depths
+            verify.positions.copy_(positions.clamp(max=self._parts.last_position).flatten())
+            verify.write_rope_positions(inputs.mrope_position_deltas)
+            verify.mask.copy_(draft.tree.mask.flatten(0, 1))
+        if batch.captured:
+            verify.copy_rope_positions_for_graph()
 
 
 class VerifyAttention(Stage):
@@ -446,9 +472,34 @@ class PlanExtend(Stage):
     writes = (EXTEND,)
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
-        """Compute the input tokens of draft-extend, and a tree's accepted path, from the accepted tokens."""
+        """Write the accepted tokens and the decided one, padded with token 0, and for a tree the accepted path."""
         del batch
-        self._parts.plans.from_accepted(frame.inputs, frame.verify, frame.outputs, frame.extend)
+        inputs, outputs, extend = frame.inputs, frame.outputs, frame.extend
+        tokens = extend.tokens.view(outputs.tokens.shape)
+        self._parts.model.kernels.place_accepted(
+            inputs.seq_lens, outputs.tokens, outputs.accepted, tokens, extend.last, extend.next_positions
+        )
+        if extend.path is not None and outputs.path is not None:
+            self._plan_path(frame, outputs.path, extend.path)
+
+    def _plan_path(self, frame: Frame, path: Tensor, plan: PathInputs) -> None:
+        """Write the verify rows and cache slots of the accepted ``path``, and the consecutive slots that it moves to."""
+        parts, inputs = self._parts, frame.inputs
+        page_size, lane = parts.config.page_size, parts.buffers.lane[: path.shape[1]]
+        node = torch.arange(path.shape[0], device=path.device).unsqueeze(1) * frame.verify.width + path
+        positions = inputs.seq_lens.unsqueeze(1) + lane
+        slots = slots_of(positions, inputs.tables, page_size)
+        plan.gather.copy_(node.flatten())
+        plan.positions.copy_(positions.clamp(max=parts.last_position).flatten())
+        if inputs.mrope_position_deltas is not None:
+            speculative_positions(plan.positions, inputs.mrope_position_deltas, out=plan.rope_positions)
+        plan.slots.copy_(slots.flatten())
+        plan.seq_lens.copy_((inputs.seq_lens + path.shape[1]).clamp(max=parts.capacity))
+        # The root doesn't move. Slots after the accepted nodes are copied to themselves.
+        sources = frame.verify.slots.index_select(0, node.flatten()).view(path.shape)
+        is_accepted = lane <= frame.outputs.accepted.unsqueeze(1)
+        plan.sources.copy_(torch.where(is_accepted, sources, slots)[:, 1:].flatten())
+        plan.destinations.copy_(slots[:, 1:].flatten())
 
 
 class ExtendAttention(Stage):
@@ -583,13 +634,12 @@ class Stages:
         self.plan_extend = PlanExtend(parts)
         self.extend_attention = ExtendAttention(parts)
         self.extend = Extend(parts)
-        self.extends = parts.has_extend_work
-        """True if draft-extend or a move of accepted tree KV follows verify."""
+        self._has_extend_work = parts.has_extend_work
 
     @property
     def on_device(self) -> tuple[Stage, ...]:
         """The stages that graphs capture, in launch order. Stages that plan attention are left out: they are called."""
-        after = (self.plan_extend, self.extend) if self.extends else ()
+        after = (self.plan_extend, self.extend) if self._has_extend_work else ()
         return (self.gather, self.draft, self.plan_positions, self.plan_tokens, self.verify, *after)
 
 

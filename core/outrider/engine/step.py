@@ -25,7 +25,7 @@ from outrider.device import Decision, Waiter
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.prefill import Prefill, PrefilledChunks
-from outrider.engine.requests.batch import Batch, Features
+from outrider.engine.requests.batch import Batch, BatchFeatures
 from outrider.engine.stages import DecodeBatch, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
@@ -52,7 +52,7 @@ class Step:
         self.prefill = prefill
         self._stages = stages
         self.runner = runner
-        self._called = Runner(parts)
+        self._eager_runner = Runner(parts)
         self._guided = guided
         self._entries = ring_entries(parts.config)
         self._launched = 0
@@ -91,8 +91,8 @@ class Step:
         """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft."""
         streams, fences, stages, batch = self._streams, self._fences, self._stages, requested.launched
         lengths = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
-        runner = self._called if requested.features.guided else self.runner
-        decode = self._decode_batch(runner, batch, requested.features, lengths)
+        runner = self._eager_runner if requested.features.guided else self.runner
+        decode = self.decode_batch(runner, batch, requested.features, lengths)
         frame, run = build_frame(self._parts.buffers, decode), runner.run
         run(stages.gather, decode, frame)
         fences.shared_reads_done.signal(streams.forward)
@@ -116,7 +116,7 @@ class Step:
         if self._is_tree:
             run(stages.verify_attention, decode, frame)
         fences.plan_ready.signal(streams.plan)
-        at_join = PlanAtJoin(self._parts.plans, frame.inputs, frame.verify, decode.captured)
+        at_join = PlanAtJoin(frame.inputs, frame.verify, decode.captured)
         for name, buffer in at_join.written_again(self._sync).items():
             self._backend.mark_stale(buffer, f"{name} as they were before the join")
 
@@ -127,7 +127,7 @@ class Step:
             self._sync.after_join(at_join)
         run(stages.verify, decode, frame)
         self._publish(entry)
-        if stages.extends:
+        if self._parts.has_extend_work:
             fences.accept_ready.signal(streams.forward)
 
             fences.accept_ready.wait(streams.plan)
@@ -211,7 +211,7 @@ class Step:
         for_host = self._sync.exact_host_lengths or self._plans_on_host
         if for_host:
             with self._backend.on(streams.forward):
-                ring.copy_on_device(entry)
+                ring.copy_on_device(entry, streams.forward)
         fences.published.signal(streams.forward)
         if for_host:
             fences.published.wait(streams.copy)
@@ -227,15 +227,16 @@ class Step:
         by_row: list[int] = self._parts.seq_lens_ring.read_entry(before).tolist()
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._parts.capacity)
 
-    def _decode_batch(
-        self, runner: Runner, batch: Batch, features: Features, seq_lens_host: HostSeqLens | None = None
+    def decode_batch(
+        self, runner: Runner, batch: Batch, features: BatchFeatures, seq_lens_host: HostSeqLens | None = None
     ) -> DecodeBatch:
         """Return the description of ``batch`` that every stage receives from ``runner``."""
         # An earlier iteration grew each request by one path at most; this iteration also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
-        drafted = self._parts.proposer.nodes if batch.drafted is None else batch.drafted
-        bound = min(bound, self._parts.capacity)
-        return runner.batch(len(batch.decode), drafted, features, bound, seq_lens_host, batch.verified)
+        bound, count = min(bound, self._parts.capacity), len(batch.decode)
+        return runner.pad(
+            DecodeBatch(count, count, batch.drafted, features, bound, seq_lens_host=seq_lens_host, packed=batch.verified)
+        )
 
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
         """Return the decisions about the launch of ``batch`` that other ranks must share."""

@@ -26,7 +26,7 @@ from outrider.model.heads.draft_output import (
     with_output_head,
     with_vocabulary_size,
 )
-from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights, PEagleHead, PEagleWeights
+from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights, PEagleHead
 from outrider.model.heads.eagle_loading import load_eagle, load_eagle3, load_peagle
 from outrider.model.heads.head_checkpoint import check_draft_kind, find_mtp_format
 from outrider.model.heads.mtp import MtpHead, MtpWeights, load_chained_mtp, load_mtp
@@ -72,7 +72,6 @@ __all__ = [
     "MtpHead",
     "MtpWeights",
     "PEagleHead",
-    "PEagleWeights",
     "Progress",
     "QuantizedMode",
     "QuantizedName",

@@ -18,8 +18,8 @@ from outrider.device.plugin import (
     KernelHooks,
     KernelInfo,
 )
-from outrider.registry.plugins import Candidate, PluginGroup, Plugins, sentence
-from outrider.registry.probing import PluginProbe, ProbeVerdict
+from outrider.registry.plugins import PluginGroup, Plugins, sentence
+from outrider.registry.probing import PluginProbe
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -120,34 +120,15 @@ class Registry:
         name.
         """
         known = None if entry_points is None else tuple(entry_points)
-        self._backends = Plugins(backends, known, probe=probe, once=once)
+        self.backends = Plugins(backends, known, probe=probe, once=once)
+        """The installed backends."""
         self.kernels = Plugins(KERNELS, known, probe=probe, once=once)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all installed backends, sorted. Loads no plugin."""
-        return self._backends.names
-
-    def candidates(self, *, load: bool = True) -> tuple[Candidate[BackendInfo], ...]:
-        """Return every installed backend with its status, see :meth:`Plugins.candidates`."""
-        return self._backends.candidates(load=load)
+        """The installed kernel sets."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """One line for each distribution whose backend or kernel-set entry points can't be read."""
-        return tuple(dict.fromkeys((*self._backends.notes, *self.kernels.notes)))
-
-    def info(self, name: str) -> BackendInfo:
-        """Return the description of the named backend. Loads only its plugin.
-
-        Raises :class:`BackendNotFound`, :class:`AmbiguousBackend`, or :class:`BackendLoadError` and
-        :class:`PluginContractError` for a broken plugin.
-        """
-        return self._backends.info(name)
-
-    def try_in_child(self, name: str) -> ProbeVerdict:
-        """Load the named plugin in a child process, and return what that changed in the process or why it is not safe."""
-        return self._backends.try_in_child(name)
+        return tuple(dict.fromkeys((*self.backends.notes, *self.kernels.notes)))
 
     def select(self, explicit: str | None = None, environment: str | None = None) -> BackendSpec:
         """Return the spec of the explicit name, else of the environment's, else of the usable backend of highest priority.
@@ -200,7 +181,7 @@ class Registry:
             Registry._observers = tuple(each for each in Registry._observers if each is not observer)
 
     def _create(self, spec: BackendSpec) -> Backend:
-        plugins = self._backends
+        plugins = self.backends
         offer = plugins.offer(spec.name)
         info = plugins.usable_info(offer)
         options = {key: value for key, value in spec.options.items() if key != KERNELS_OPTION}
@@ -235,12 +216,12 @@ class Registry:
         backend.use_kernels(kernels)
 
     def _probe(self) -> BackendSpec:
-        candidates = self.candidates()
+        candidates = self.backends.candidates()
         for candidate in candidates:
             if candidate.status in ("broken", "duplicate"):
                 # The candidate's priority is unknown and may be the highest, so the user gets a warning.
                 _log.warning("backend %r was passed over: %s", candidate.name, candidate.reason)
-        for note in self._backends.notes:
+        for note in self.backends.notes:
             _log.warning("%s", note)
         usable = [(c.info.priority, c) for c in candidates if c.status == "usable" and c.info and c.info.priority >= 0]
         if not usable:

@@ -86,7 +86,7 @@ def _run_accepted(model: LanguageModel, cache: KVCache, page_size: int, inputs: 
     return model.forward(ForwardInput(tokens, rope_positions, slots, attention), cache)[last]
 
 
-class _ModelDrafts(CachedProposer):
+class _DraftModelBase(CachedProposer):
     """Base class of the chain and the tree proposer of a draft model."""
 
     _model: LanguageModel
@@ -106,7 +106,7 @@ class _ModelDrafts(CachedProposer):
         return tokens, sequences
 
 
-class DraftModelProposer(_ModelDrafts, ChainProposer):
+class DraftModelProposer(_DraftModelBase, ChainProposer):
     """A proposer of chains of K tokens from a draft model. It relays the first token and, for requests that sample, the
     distribution of that token.
     """
@@ -162,7 +162,7 @@ class DraftModelProposer(_ModelDrafts, ChainProposer):
         return {"token": token, "probs": probs} if inputs.sampling else {"token": token}
 
 
-class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
+class DraftModelTreeProposer(_DraftModelBase, TreeProposer):
     """A proposer of trees of K nodes from a draft model. It relays the T most likely first tokens and their
     log-probabilities.
     """

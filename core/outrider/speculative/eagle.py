@@ -38,7 +38,7 @@ def _name_of(head: DraftHead) -> str:
     return "mtp" if isinstance(head, MtpHead) else "eagle3" if isinstance(head, Eagle3Head) else "eagle"
 
 
-class HeadDrafts(HeadProposer):
+class EagleHeadProposer(HeadProposer):
     """Base class of proposers with an EAGLE or EAGLE-3 head. Its draft-extend runs the head over the accepted pairs."""
 
     head: DraftHead
@@ -77,7 +77,7 @@ class HeadDrafts(HeadProposer):
         return features, inputs.embedded.roll(-1, 0).index_fill(0, inputs.last, False)
 
 
-class EagleProposer(HeadDrafts, ChainProposer):
+class EagleProposer(EagleHeadProposer, ChainProposer):
     """A proposer of chains of K tokens from an EAGLE head.
 
     It relays for each request the first draft token, the head's hidden state for it and, if the request samples, the
@@ -121,7 +121,7 @@ class EagleProposer(HeadDrafts, ChainProposer):
             tokens.append(token)
             probs.append(distribution)
         return Draft(
-            torch.stack(tokens, dim=1), self.expand_to_target(torch.stack(probs, dim=1)) if inputs.sampling else None
+            torch.stack(tokens, dim=1), self.head.expand_to_target(torch.stack(probs, dim=1)) if inputs.sampling else None
         )
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
@@ -140,10 +140,10 @@ class EagleProposer(HeadDrafts, ChainProposer):
         distribution [B, Vd] that it was sampled from.
         """
         sampled, distribution = sample_draft(self.head.kernels, self.head.logits(hidden), inputs, positions)
-        return self.to_target_tokens(sampled), distribution
+        return self.head.to_target_tokens(sampled), distribution
 
 
-class EagleTreeProposer(HeadDrafts, TreeProposer):
+class EagleTreeProposer(EagleHeadProposer, TreeProposer):
     """A proposer of trees of K nodes from an EAGLE head, of fixed or dynamic shape.
 
     It relays the T most likely first tokens, their log-probabilities, and the head's hidden state for them.
@@ -206,4 +206,4 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
         """
         hidden = self.run_accepted_pairs(inputs)
         first, scores = most_likely(self.head.logits(hidden), self._shape.branches)
-        return {"tokens": self.to_target_tokens(first), "scores": scores, "hidden": hidden}
+        return {"tokens": self.head.to_target_tokens(first), "scores": scores, "hidden": hidden}

@@ -23,10 +23,8 @@ from outrider.speculative.proposer import (
     ExtendInputs,
     RelaySpec,
     extend_rope_positions,
-    over_target,
     sample_draft,
     slots_of,
-    target_tokens,
     too_many_branches,
 )
 from outrider.speculative.tree import Tree
@@ -122,9 +120,7 @@ class MtpProposer(CachedProposer):
         """Return the drafts that draft-extend has computed and relayed, without a pass."""
         tokens, head = inputs.relay["tokens"].flatten(1), self._heads[0]
         if not self.is_tree:
-            probs = inputs.relay["probs"]
-            vocab_size = head.target.config.vocab_size
-            return Draft(tokens, over_target(probs, head.target_ids, vocab_size) if inputs.sampling else None)
+            return Draft(tokens, head.expand_to_target(inputs.relay["probs"]) if inputs.sampling else None)
         parents = self._parents.expand(tokens.shape[0], -1)
         return Draft(tokens, None, Tree.from_parents(parents, depth=len(self._heads)))
 
@@ -176,7 +172,7 @@ class MtpProposer(CachedProposer):
                 token, distribution = sample_draft(head.kernels, logits, inputs, inputs.next_positions + extra)
                 sampled = token.unsqueeze(1)
                 probs.append(distribution)
-            drafts.append(target_tokens(head.kernels, sampled, head.target_ids))
+            drafts.append(head.to_target_tokens(sampled))
             text = text.scatter(1, (count + extra).unsqueeze(1), drafts[-1][:, :1])
             if extra + 1 < heads:  # relayed to the next call, at its start - (extra + 1)
                 states.append(_gather_rows(hidden, (end - extra - 1).unsqueeze(1)).squeeze(1))

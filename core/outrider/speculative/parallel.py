@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import DFlashHead, ForwardInput, PEagleHead
-from outrider.speculative.eagle import HeadDrafts
+from outrider.speculative.eagle import EagleHeadProposer
 from outrider.speculative.proposer import (
     MAX_BATCH_REQUESTS,
     UNBOUNDED,
@@ -118,7 +118,7 @@ class BlockProposer(HeadProposer):
         sampled, probs = sample_draft_rows(
             head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:], self._zeros
         )
-        return Draft(self.to_target_tokens(sampled), self.expand_to_target(probs) if inputs.sampling else None)
+        return Draft(self.head.to_target_tokens(sampled), self.head.expand_to_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write keys and values of the accepted tokens, computed from the target's hidden states, to their slots.
@@ -133,7 +133,7 @@ class BlockProposer(HeadProposer):
 _MAX_TOKENS = 63
 
 
-class PEagleProposer(HeadDrafts):
+class PEagleProposer(EagleHeadProposer):
     """A proposer of chains of K tokens from a P-EAGLE head. It relays for each request the K head states that predict them.
 
     Keys and values of mask positions use the slots after the accepted tokens. The next pass overwrites all of them with the
@@ -190,7 +190,7 @@ class PEagleProposer(HeadDrafts):
         lane = torch.arange(1, count + 1, device=hidden.device)
         positions = inputs.seq_lens.unsqueeze(1) + lane
         sampled, probs = sample_draft_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions, self._zeros)
-        return Draft(self.to_target_tokens(sampled), self.expand_to_target(probs) if inputs.sampling else None)
+        return Draft(self.head.to_target_tokens(sampled), self.head.expand_to_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Run one pass over accepted pairs and mask positions, and return the states that predict the next draft. Prompts,
@@ -212,7 +212,7 @@ class PEagleProposer(HeadDrafts):
         last = (inputs.last - queries).clamp(0, width - 1).unsqueeze(1)  # lane of the last pair [B, 1]
         known = lane <= last
         tokens = torch.where(known, F.pad(inputs.tokens.view(batch, width), (0, masks)), head.mask_token)
-        hidden = torch.where(known.unsqueeze(-1), F.pad(target_states, (0, 0, 0, masks)), head.weights.mask_state)
+        hidden = torch.where(known.unsqueeze(-1), F.pad(target_states, (0, 0, 0, masks)), head.mask_state)
         # Positions must agree with the host's lengths. Those in the inputs stop at the context limit of a finished request.
         start = (inputs.attention.seq_lens.to(torch.int64) - width).clamp(min=0)
         positions = start.unsqueeze(1) + lane
@@ -229,7 +229,7 @@ class PEagleProposer(HeadDrafts):
         lane = torch.arange(-1, masks - 1, device=last.device)
         positions = inputs.next_positions.unsqueeze(1) + lane
         tokens = torch.full_like(positions, head.mask_token)
-        hidden = head.weights.mask_state.expand(*positions.shape, -1)
+        hidden = head.mask_state.expand(*positions.shape, -1)
         return torch.cat((last, self._run_pass(inputs, tokens, hidden, positions)), dim=1)
 
     def _run_pass(self, inputs: ExtendInputs, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:

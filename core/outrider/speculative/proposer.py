@@ -257,11 +257,6 @@ class Proposer(ABC):
         return self.nodes + 1
 
     @property
-    def num_draft_tokens(self) -> int:
-        """K, under the name of the setting."""
-        return self.nodes
-
-    @property
     def max_context(self) -> int | None:
         """The context in tokens that the draft was made for, or None for the target's.
 
@@ -432,22 +427,6 @@ def extend_rope_positions(rope: RopeConfig, inputs: ExtendInputs) -> Tensor:
     return inputs.rope_positions if inputs.rope_positions.dim() == 2 else inputs.positions.expand(3, -1)
 
 
-def target_tokens(kernels: KernelSet, drafted: Tensor, ids: Tensor | None) -> Tensor:
-    """Return the target's token number for each draft token number in ``drafted``, int64 of any shape, in the same shape.
-
-    ``ids`` int64 [Vd] is the target's token of each draft token; None means that both vocabularies are the same.
-    """
-    return drafted if ids is None else kernels.gather_rows(ids, drafted.flatten()).view(drafted.shape)
-
-
-def over_target(probs: Tensor, ids: Tensor | None, vocabulary: int) -> Tensor:
-    """Expand distributions [B, K, Vd] over the draft vocabulary to the target's vocabulary [B, K, V]."""
-    if ids is None:
-        return probs
-    full = probs.new_zeros((*probs.shape[:-1], vocabulary))
-    return full.index_copy_(-1, ids, probs)
-
-
 def too_many_branches(branches: int, vocabulary: int) -> ConfigError:
     """Return the :class:`ConfigError` for a tree with more branches than the draft vocabulary has tokens."""
     return ConfigError(
@@ -574,14 +553,6 @@ class HeadProposer(CachedProposer):
     def reads_hidden(self) -> bool:
         """True if the head reads the target's final hidden states."""
         return self.head.reads_hidden
-
-    def to_target_tokens(self, drafted: Tensor) -> Tensor:
-        """Return the target's token number for each draft token number in ``drafted``, int64, in the same shape."""
-        return target_tokens(self.head.kernels, drafted, self.head.target_ids)
-
-    def expand_to_target(self, probs: Tensor) -> Tensor:
-        """Expand distributions [B, K, Vd] over the draft vocabulary to the target's vocabulary [B, K, V]."""
-        return over_target(probs, self.head.target_ids, self.head.target.config.vocab_size)
 
 
 class TreeProposer(CachedProposer):

@@ -8,6 +8,7 @@ from model.test_vision import IMAGE, picture
 from outrider import Engine, SamplingParams
 from outrider.device import Recompute
 from outrider.engine.state import buffers
+from outrider.engine.state.buffers import VerifyInputs
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.registry import get_backend
 from outrider.speculative.lookup import NgramProposer
@@ -67,9 +68,8 @@ def test_5_positions_that_never_reach_the_graph(sim, tmp_path, monkeypatch):
     report, tokens = run(lambda engine: None)
     assert report.clean, str(report)
     assert tokens == expected
-    report, tokens = run(
-        lambda engine: setattr(engine._parts.plans, "copy_rope_positions_for_graph", lambda inputs, verify, *, captured: None)
-    )
+    with monkeypatch.context() as patch:
+        report, tokens = run(lambda engine: patch.setattr(VerifyInputs, "copy_rope_positions_for_graph", lambda verify: None))
     assert {finding.kind for finding in report} <= STALENESS
     assert not report.clean
 

@@ -7,6 +7,7 @@ import pytest
 
 from engine.scenarios.historical import Skipping, program, request
 from outrider.device import CollectiveError
+from outrider.engine.state.buffers import VerifyInputs
 from outrider.registry import Registry
 from outrider_proof.rank_engine import RankExplorer, RankSetup
 from outrider_proof.rank_exploration import simulated_hosts
@@ -172,16 +173,13 @@ def test_padding_that_is_left_out_is_found_on_two_ranks_too(explorer):
 
 
 @pytest.mark.slow
-def test_positions_on_three_axes_that_no_graph_is_told_are_found_on_two_ranks_too(explorer):
+def test_positions_on_three_axes_that_no_graph_is_told_are_found_on_two_ranks_too(explorer, monkeypatch):
     """What the plan computes from where images are must come into the buffer that the graph reads (mrope)."""
     pictured = replace(IDLE, proposer="eagle, images")
     few = program(request(6, 8), request(4, 6, start=9), max_requests=2)
     assert once(explorer, pictured, few) is None
 
-    def change(_, engine):
-        engine._parts.plans.copy_rope_positions_for_graph = lambda inputs, verify, *, captured: None
-
-    explorer.change = change
+    monkeypatch.setattr(VerifyInputs, "copy_rope_positions_for_graph", lambda verify: None)
     error = once(explorer, pictured, few)
     assert isinstance(error, RaceError), error
     assert {finding.kind for finding in error.report} <= STALENESS

@@ -6,7 +6,7 @@ REASONS: dict[str, str] = {
     "MtpProposer.relay: one more: 0 → 1": "equivalent: all heads have one target (a single head: IndexError)",
     "DynamicTree._select_nodes: one more: 1 → 2 (9)": "equivalent: the root's parent is any number below 0",
     "HostSeqLens.padded: one more: 0 → 1": "equivalent: what attention gives for padding is dropped, and page 0 can be read",
-    "Plans.copy_rope_positions_for_graph: leave out: verify.static_rope_positions.copy_": (
+    "VerifyInputs.copy_rope_positions_for_graph: leave out: self.static_rope_positions.copy_": (
         "programs with images run staged here; tests/engine/test_vision_requests.py leaves the copy out, and it's named"
     ),
     "EagleTreeProposer.draft: leave an operand out: outputs is None or features is None": (
@@ -41,7 +41,6 @@ REASONS: dict[str, str] = {
         "trees' own caches: tests/speculative/test_draft_state.py"
     ),
     "Verify.run: change a flag: True → False": "equivalent: a model gives as many states as it's asked for",
-    "Plans.__init__: one more: 1 → 2": "trees of several requests: tests/speculative/test_draft_state.py",
     "Scheduler._admit: leave an operand out: short and (not request.pages)": "who waits: tests/engine/test_pages.py",
     "Scheduler._gathers: leave an operand out: bool(pending)": "who waits: tests/engine/test_mixed_batches.py",
     "Scheduler._gathers: turn a comparison: self._gathered_iterations": "who waits: tests/engine/test_mixed_batches.py",
@@ -57,7 +56,7 @@ REASONS: dict[str, str] = {
     "WatchedFence.signal: leave out: self.generation += 1": "an error's text: tests/engine/test_watchdog.py",
     "Watchdog.__init__: leave out: self.passed": "an error's text: tests/engine/test_watchdog.py",
     "Probes.__init__: negate: ranks": "several ranks: tests/ranks/test_alone.py",
-    "Results.copy_on_device: leave out: self._data.all_gather(": "several ranks: tests/ranks/test_alone.py",
+    "HostCopyRing.copy_on_device: leave out: self._data.all_gather(": "several ranks: tests/ranks/test_alone.py",
     "token_buckets: turn a comparison: size < most": "a graph captured twice: tests/engine/test_prefill_graphs.py",
     "buckets_up_to: one more: 8 → 9": "sizes of graphs: tests/engine/test_graphs.py",
     "Guidance.fill_draft_masks: leave out: words.fill_(ALLOW_ALL_WORD)": (
@@ -73,7 +72,9 @@ REASONS: dict[str, str] = {
     "Request.append_tokens: turn a comparison: self.finish_reason is FinishReason.ERROR": (
         "a report: tests/engine/test_requests.py reads it"
     ),
-    "Plans.from_lengths: change a sign: self._max_context - 1": "discarded drafts: tests/speculative/test_proposers.py",
+    "EngineParts.last_position: change a sign: self.config.max_context - 1": (
+        "discarded drafts: tests/speculative/test_proposers.py"
+    ),
     "_spans: one more: 1 → 2": "where images are: tests/engine/test_requests.py",
     "DraftStage.run: turn a comparison: out.probs is not None": "sampled drafts: tests/speculative/test_proposers.py",
 }

@@ -43,7 +43,7 @@ def collectives(
     chosen, sizes = parse_names(kinds, KINDS), parse_sizes(tokens)
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
-    count = registry.info(spec.name).device_count
+    count = registry.backends.info(spec.name).device_count
     if (count is not None and 1 < count < ranks) or (count == 1 and registry.create(spec).capabilities.asynchronous):
         raise CapabilityError(f"--ranks {ranks} needs as many devices, and backend {spec.name!r} has {count} here")
     work = {"kinds": chosen, "tokens": sizes, "width": width, "dtype": dtype}

@@ -64,7 +64,7 @@ def startup(
     about: dict[str, object] | None = None
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
-    caches = registry.info(spec.name).cache_variables
+    caches = registry.backends.info(spec.name).cache_variables
     work: dict[str, Any] = {
         "backend": str(spec),
         "shape": shape,

@@ -55,7 +55,8 @@ def ci_matrix(
     """
     del json_output
     exist = [frozenset(filter(None, runner.split(","))) for runner in runners.split()]
-    rows = _selected([row for candidate in Registry().candidates() for row in rows_of(candidate, exist)], select or ())
+    candidates = Registry().backends.candidates()
+    rows = _selected([row for candidate in candidates for row in rows_of(candidate, exist)], select or ())
     data: dict[str, object] = {"rows": rows, "broken": [r["backend"] for r in rows if r["status"] == "broken"]}
 
     def render(console: Console) -> None:

@@ -82,8 +82,8 @@ def conform(
 
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
-    if spec.name not in registry.names:
-        registry.info(spec.name)  # raises for an unknown name. An installed plugin that is broken fails L0 instead.
+    if spec.name not in registry.backends.names:
+        registry.backends.info(spec.name)  # raises for an unknown name. An installed plugin that is broken fails L0 instead.
     chosen = str(spec)
     wanted = f"L{parse_level(level)}"
     command = ["outrider", "conform", "--backend", backend or chosen, "--level", wanted]
@@ -111,7 +111,7 @@ def conform(
     if watch:
         if json_output or report is not None:
             raise UsageError("--watch runs again and again: it goes with neither --json nor --report")
-        candidates = registry.candidates()
+        candidates = registry.backends.candidates()
         place = run.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
         run.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))
     return _result(conformed(()), chosen, wanted, f"with {only!r}" if only else "that were requested" if test else "", report)

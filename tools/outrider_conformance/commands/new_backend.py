@@ -134,7 +134,7 @@ def check_name(name: str) -> None:
         )
     if name == AUTO:
         raise UsageError(f"{name!r} selects any backend; choose another name")
-    if name in (taken := Registry().names):
+    if name in (taken := Registry().backends.names):
         raise UsageError(
             f"a backend {name!r} is installed already; the installed backends are {', '.join(taken)}; choose another name"
         )

@@ -178,7 +178,7 @@ def on_device(spec: str, rank: int) -> str:
     from outrider.registry.backends import parse_spec
 
     parsed = parse_spec(spec)
-    count = Registry().info(parsed.name).device_count
+    count = Registry().backends.info(parsed.name).device_count
     return spec if count == 1 or rank == 0 else str(replace(parsed, ordinal=rank))
 
 

@@ -16,12 +16,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
-from outrider.device.kernels.operators import operands_by_index, reads_no_elements
+from outrider.device.kernels.operators import exclude_from_dynamo, operands_by_index, reads_no_elements
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.streams import HOST
 from outrider_sanitizer.observation.host_arrays import converted_names
@@ -414,8 +413,7 @@ class _SanitizerMode(TorchDispatchMode):
         return result
 
 
-# Torch's compiler skips the sanitizer's frames, as with the wrapper.
-set_code_exec_strategy(_SanitizerMode.__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+exclude_from_dynamo(_SanitizerMode.__torch_dispatch__)
 
 
 def is_python_thread() -> bool:

@@ -11,13 +11,14 @@ device vendor, keep torch's behaviour for all other devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import CodeType
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
 from outrider.device import BackendLoadError
+from outrider.device.kernels.operators import exclude_from_dynamo
 from outrider_sim.machine.device_state import SimDeviceState
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.options import SimOptions
@@ -30,24 +31,14 @@ from outrider_sim.torch_device.torch_module import SimTorchEvent, SimTorchStream
 from outrider_sim.torch_device.torch_slot import TorchRegistration
 
 
-def install_names(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
-    """Replace the torch names for devices of type `kind`. Yields objects that must stay alive."""
+def install_names(kind: str) -> None:
+    """Replace the torch names for devices of type `kind`."""
     _modules_swap()
     _generators(kind)
     _streams(kind)
     _accelerator()
     for entered in (SimTensor.__torch_dispatch__, PinnedTensor.__torch_dispatch__):
-        exclude_from_dynamo(entered.__func__.__code__)  # type: ignore[attr-defined]  # a class method, for mypy a function
-    yield _pinned_factories(dispatcher)
-
-
-def exclude_from_dynamo(code: CodeType) -> None:
-    """Exclude the function with the bytecode ``code``, which torch calls to run an operator, and its callees from Dynamo's
-    traces.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+        exclude_from_dynamo(entered.__func__)  # type: ignore[attr-defined]  # a class method, for mypy a function
 
 
 def _modules_swap() -> None:
@@ -153,8 +144,8 @@ def _accelerator() -> None:
             setattr(torch._C, name, answer)
 
 
-def _pinned_factories(dispatcher: Dispatcher) -> Any:
-    """Replace the two host factories to which all factories with `pin_memory=True` lead."""
+def _replace_factories(dispatcher: Dispatcher) -> torch.library.Library:
+    """Replace the two host factories to which all factories with `pin_memory=True` lead, for as long as the library lives."""
     library = torch.library.Library("aten", "IMPL")
 
     def wrap(name: str, position: int) -> None:
@@ -237,9 +228,10 @@ def _register(name: str, options: SimOptions, create_backend: Callable[[], Any])
     SimTensor._dispatch = staticmethod(dispatcher)
     SimTensor._failed = staticmethod(failed)
     PinnedTensor._dispatch = staticmethod(dispatcher.pinned)
-    kept = (hooks, guard, *_libraries(dispatcher, failed), *install_names(name, dispatcher))
+    kept = (hooks, guard, *_libraries(dispatcher, failed))
+    install_names(name)
     tensor.install(name)
-    return TorchRegistration(name, dispatcher, module, create_backend, kept)
+    return TorchRegistration(name, dispatcher, module, create_backend, partial(_replace_factories, dispatcher), kept)
 
 
 def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -> Iterator[Any]:
@@ -294,7 +286,7 @@ def _kernel(dispatcher: Dispatcher, func: Any, failed: Callable[[BaseException],
         except BaseException as error:
             return failed(error)
 
-    exclude_from_dynamo(kernel.__code__)
+    exclude_from_dynamo(kernel)
     return kernel
 
 

@@ -12,6 +12,8 @@ from outrider_sim.machine.device_state import SimDeviceState
 from outrider_sim.options import MAX_DEVICES, SimOptions
 
 if TYPE_CHECKING:
+    from torch.library import Library
+
     from outrider_sim.torch_device.dispatch import Dispatcher
 
 
@@ -30,6 +32,7 @@ class TorchRegistration:
         dispatcher: Dispatcher,
         module: ModuleType,
         create_backend: Callable[[], Any],
+        replace_factories: Callable[[], Library],
         kept: tuple[Any, ...],
     ) -> None:
         self.name = name
@@ -37,7 +40,26 @@ class TorchRegistration:
         self.module = module
         self.create_backend = create_backend
         self.backend: Any = None  # the newest backend; it receives torch calls outside any scope
+        self._replace_factories = replace_factories
+        self._factories: Library | None = replace_factories()
         self._kept = kept
+
+    @property
+    def pins_in_factories(self) -> bool:
+        """True if torch's factories such as `torch.empty` accept `pin_memory=True`, the default.
+
+        The kernels of the factories then run in Python. They take 12 microseconds for each result that an operator allocates
+        on the host, several times the time of the operator. A program that pins memory by its backend alone can set False.
+        """
+        return self._factories is not None
+
+    @pins_in_factories.setter
+    def pins_in_factories(self, pins: bool) -> None:
+        if pins and self._factories is None:
+            self._factories = self._replace_factories()
+        elif not pins and self._factories is not None:
+            self._factories._destroy()
+            self._factories = None
 
 
 def registered() -> TorchRegistration | None:

@@ -25,7 +25,7 @@ from outrider.cli.options.option_records import (
 )
 from outrider.cli.options.option_values import JsonOption, checking_options, option, text
 from outrider.cli.terminal.files import MAX_BYTES, check_utf8
-from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished, highlighter, note
+from outrider.cli.terminal.report import CommandReport, Interrupted, PartialResultError, highlighter, note
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import OutriderError
@@ -77,7 +77,7 @@ def chat(
         try:
             failed = _answer_messages(conversation, None if json_output else _write)
         except OutriderError as error:
-            raise Unfinished(error, conversation_data()) from error
+            raise PartialResultError(error, conversation_data()) from error
         except KeyboardInterrupt as error:
             raise Interrupted(str(error), conversation_data()) from None
         data = conversation_data()

@@ -29,8 +29,8 @@ from outrider.cli.options.option_values import UsageError
 from outrider.cli.terminal.report import (
     CommandReport,
     Interrupted,
-    Unfinished,
-    Unsaid,
+    PartialResultError,
+    SilentExit,
     exit_code,
     note,
     prepare_streams,
@@ -192,7 +192,7 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
     data: dict[str, object] = {}
     match error:
         case typer.Exit():  # --help, which has been written; with --json to standard error
-            if json_out is not None and not isinstance(error, Unsaid):
+            if json_out is not None and not isinstance(error, SilentExit):
                 with suppress(OSError):
                     write_json(json_out, to_json({"exit_code": error.exit_code}))
             return _finish(error.exit_code)
@@ -206,7 +206,7 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
         case SystemExit():
             kind, code = "Exit", exit_code(error)
             message = f"the command ended itself with exit code {code}: {error.code}"
-        case Unfinished():
+        case PartialResultError():
             kind, message, code, data = error.kind, str(error), 1, dict(error.data)
         case UsageError():
             kind, message, code = "UsageError", str(error), 2

@@ -43,7 +43,7 @@ def survey(registry: Registry, probe: PluginProbe, torch: TorchState, *, open_de
     if not torch.ok:
         disable_autoload()
     proposers = Plugins(PROPOSERS, probe=probe)
-    rows = [row(candidate) for candidate in registry.candidates(load=importable)]
+    rows = [row(candidate) for candidate in registry.backends.candidates(load=importable)]
     for values in rows:
         if not torch.ok:
             _block(values, torch)
@@ -227,7 +227,7 @@ def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Co
             "name": fence.name,
             "producer": fence.producer,
             "consumer": list(fence.consumers),
-            "hazard": fence.hazard.value,
+            "hazard": fence.hazard,
             "resources": fence.resources,
             "mechanism": sync.create_fence(fence.name).mechanism,
         }
@@ -249,7 +249,7 @@ def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Co
         table = Table("fence", "edge", "hazard", "mechanism", "protects", box=None, pad_edge=False)
         for fence, row in zip(FENCES, rows, strict=True):
             edge = f"{fence.producer} → {', '.join(fence.consumers)}"
-            table.add_row(fence.name, edge, fence.hazard.value, str(row["mechanism"]), fence.resources)
+            table.add_row(fence.name, edge, fence.hazard, str(row["mechanism"]), fence.resources)
         console.print(table)
         console.print()
         for name, value in policy.items():

@@ -128,13 +128,13 @@ class CommandUnavailable(OutriderError):
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenCommand:
     """A command that can't be loaded. ``reason`` names the package and says why."""
 
     reason: str
 
 
-Target: TypeAlias = "str | Broken | Mapping[str, Target]"
+Target: TypeAlias = "str | BrokenCommand | Mapping[str, Target]"
 """``module:function``, a table of subcommands, or the reason why the command can't be loaded."""
 
 GROUP = "outrider.commands"
@@ -176,14 +176,14 @@ def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
             # A distribution's name is read here alone: each access parses its metadata.
             names = (point.dist.name if point.dist is not None else "an unknown package" for point in values.values())
             named = " and ".join(f"{name} ({value})" for name, value in zip(names, values, strict=True))
-            target = Broken(f"{named} both offer a command {name.replace('.', ' ')!r}")
+            target = BrokenCommand(f"{named} both offer a command {name.replace('.', ' ')!r}")
         if rest:
             below.setdefault(first, {})[rest] = target
         else:
             table[first] = target
     for first, inner in below.items():
         if first in table:
-            table[first] = Broken(f"one package offers {first!r} as a command, another as a group of commands")
+            table[first] = BrokenCommand(f"one package offers {first!r} as a command, another as a group of commands")
         else:
             table[first] = inner
     return table
@@ -224,7 +224,7 @@ class LazyGroup(TyperGroup):
             return None
         if isinstance(target, Mapping):
             command = typer.main.get_command(group(target, help=f"Commands of {cmd_name}: {', '.join(target)}."))
-        elif isinstance(target, Broken):
+        elif isinstance(target, BrokenCommand):
             command = _unavailable(target.reason)
         else:
             try:

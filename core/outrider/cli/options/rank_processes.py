@@ -25,7 +25,7 @@ import typer
 
 from outrider.cli.options.option_values import option, whole
 from outrider.cli.terminal.environment import rank_environment, rank_variables
-from outrider.cli.terminal.report import CommandReport, Unsaid
+from outrider.cli.terminal.report import CommandReport, SilentExit
 from outrider.cli.terminal.stopping import Stopped
 from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
 from outrider.registry.children import end_with_parent, end_with_pipe, start_call
@@ -75,7 +75,7 @@ _SILENCE_S = 5.5
 """Seconds that a rank of a command waits for another rank's report of the failure; longer than the silence after which
 :class:`RankWatch` reports a rank as lost.
 """
-_UNSAID = 70
+_SILENT_EXIT_CODE = 70
 """Exit code of a rank whose failure another rank or the starting command reports."""
 
 
@@ -219,7 +219,7 @@ class Joined:
         del kind, traceback
         if self.ranks is None or self._watch is None or self.place is None:
             if self.place is not None and isinstance(error, OutriderError) and _said_elsewhere(self.place, error):
-                raise Unsaid(1) from error
+                raise SilentExit(1) from error
             return
         self._watch.stop()
         from outrider.engine.ranks.heartbeats import Heartbeat, first_rank_is_lost
@@ -240,7 +240,7 @@ class Joined:
         if error is None or speaks or (self.place.pipe is None and self.place.rank == 0):
             return
         if _of_the_ranks(error) or self.place.pipe is None:
-            raise Unsaid(_UNSAID) from error  # the starter of the ranks reports the failure, or rank 0
+            raise SilentExit(_SILENT_EXIT_CODE) from error  # the starter of the ranks reports the failure, or rank 0
 
 
 def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
@@ -395,7 +395,7 @@ class _Processes:
             time.sleep(_POLL_S)
         first = self._processes[0].poll()
         self._children.wait_or_kill()
-        if first is not None and first > 0 and first != _UNSAID:
+        if first is not None and first > 0 and first != _SILENT_EXIT_CODE:
             return self._reported()
         raise RanksFailed(f"{self._key_value_store.failure or words}; the other ranks were ended")
 

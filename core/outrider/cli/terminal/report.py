@@ -50,7 +50,7 @@ class CommandReport:
         return cls(data={}, render=lambda console: None, silent=True)
 
 
-class Unfinished(OutriderError):
+class PartialResultError(OutriderError):
     """An error of a command that has partial results: ``data``, for scripts. People have already seen the results."""
 
     def __init__(self, error: OutriderError, data: Mapping[str, object]) -> None:
@@ -59,7 +59,7 @@ class Unfinished(OutriderError):
         self.data = data
 
 
-class Unsaid(typer.Exit):
+class SilentExit(typer.Exit):
     """Raised to end a rank without output, because another process reports the reason."""
 
 

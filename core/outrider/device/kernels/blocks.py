@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.composition import composes
 from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
 from outrider.device.kernels.model_kernels import ModelKernels
@@ -174,7 +173,7 @@ NORMS = ("rms_norm", "add_rms_norm")
 RECURRENCES = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule")
 
 
-class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, CollectiveKernels):
+class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels):
     """Blocks of a layer, which the forward pass of a model calls in order. The defaults compose primitives.
 
     Rules and letters: :class:`~outrider.device.KernelSet`. A block adds the pending contribution of its stream to ``rows``

@@ -13,7 +13,6 @@ from typing import Any, Self
 from outrider.device.errors import CapabilityError
 from outrider.device.kernels.blocks import BlockKernels
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.composition import parts_of
 from outrider.device.kernels.formats import CACHE_FORMATS
 from outrider.device.kernels.metadata import DecoderShape, TuningProgress, TuningResult
@@ -193,13 +192,17 @@ class KernelSet(BlockKernels, SamplingKernels):
         return {}
 
 
+_KERNEL_CLASSES = ModelKernels, RecurrentKernels, BlockKernels, SamplingKernels, BookkeepingKernels
+_COLLECTIVE_KERNELS = ("all_reduce_rms_norm",)
+"""Kernels that compute together with the other ranks of a group."""
+
+
 def kernel_names() -> tuple[str, ...]:
     """Return the names of the kernels that one rank computes alone: primitives and blocks, in the order of their classes.
 
-    Kernels of :class:`CollectiveKernels` need a group and aren't included. The further methods of :class:`KernelSet` select,
-    tune and report, and are no kernels.
+    The further methods of :class:`KernelSet` select, tune and report, and are no kernels.
     """
-    return methods_of(ModelKernels, RecurrentKernels, BlockKernels, SamplingKernels, BookkeepingKernels)
+    return tuple(name for name in methods_of(*_KERNEL_CLASSES) if name not in _COLLECTIVE_KERNELS)
 
 
 def methods_of(*parts: type) -> tuple[str, ...]:
@@ -210,8 +213,7 @@ def methods_of(*parts: type) -> tuple[str, ...]:
 @cache
 def composed_kernels() -> Mapping[str, frozenset[str]]:
     """Return the kernels whose defaults compose others, each with those parts."""
-    names = dict.fromkeys((*kernel_names(), *methods_of(CollectiveKernels)))
-    return {name: parts for name in names if (parts := parts_of(getattr(KernelSet, name)))}
+    return {name: parts for name in methods_of(*_KERNEL_CLASSES) if (parts := parts_of(getattr(KernelSet, name)))}
 
 
 # -- wrappers ----------------------------------------------------------------------------------------------------------
@@ -277,6 +279,6 @@ def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _name in (*kernel_names(), *methods_of(KernelSet, CollectiveKernels)):
+for _name in methods_of(*_KERNEL_CLASSES, KernelSet):
     if _name not in (*vars(WrappedKernels), "implementation", "resolve_block"):
         setattr(WrappedKernels, _name, _pass_on(_name, getattr(KernelSet, _name)))

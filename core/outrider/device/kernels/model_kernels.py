@@ -16,6 +16,7 @@ from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (regist
 from outrider.device.kernels.weights import QuantizedWeight, Weight, linear
 
 if TYPE_CHECKING:
+    from outrider.device.collectives import Group
     from outrider.device.stream import Stream
 
 
@@ -88,6 +89,21 @@ class ModelKernels(BookkeepingKernels):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute ``residual += x`` in place (both [T, H]), and return the norm of ``residual``."""
         return torch.ops.outrider.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
+
+    @composes("add_rms_norm")
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
+    ) -> Tensor:
+        """Sum ``x`` [T, H] over the ranks of ``group``, then return :meth:`add_rms_norm` of the sum → [T, H].
+
+        ``x`` is contiguous; its contents are undefined afterwards. The sum is added in place to ``residual`` [T, H], which
+        is equal on all ranks. Each rank gets the same bits. ``stream`` is the stream of the scope that the caller opened.
+
+        Each rank makes the same calls in the same order, as for all calls of a :class:`~outrider.device.Group`. Faster
+        kernels count and report the call as ``Group.all_reduce`` does (``Group.announce``).
+        """
+        group.all_reduce(x, stream=stream)
+        return self.add_rms_norm(x, residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return ``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""

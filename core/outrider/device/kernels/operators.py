@@ -1,4 +1,7 @@
-"""Torch operators: registration by the type hints of implementations, checks of operands, and operands read at indices."""
+"""Torch operators: registration by the type hints of implementations, checks of operands, and operands read at indices.
+
+:func:`exclude_from_dynamo` excludes functions that torch calls for an operator from the traces of torch's compiler.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,13 @@ def define_operator(
     """
     schema = torch.library.infer_schema(implementation, mutates_args=writes, op_name=name)
     register_operator(library, schema.replace("SymInt", "int"), implementation, fake, key=key)
+
+
+def exclude_from_dynamo(function: Any) -> None:
+    """Exclude ``function``, which torch calls to run an operator, and its callees from Dynamo's traces."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def _return_nothing(*operands: Any) -> None:

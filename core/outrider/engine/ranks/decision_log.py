@@ -61,7 +61,9 @@ class DecisionLog:
         return timeout_s
 
     def append_call(self, name: str, *arguments: object) -> None:
-        """Add a call of the engine to the next record of the leading rank."""
+        """Add a call of :data:`~outrider.engine.ranks.records.CALLS` to the next record of the leading rank, so that follower
+        ranks repeat it.
+        """
 
     def publish_or_check(
         self, name: RankAct, decisions: Decisions | None = None, then: Callable[[], Decisions] | None = None
@@ -278,7 +280,7 @@ def decisions_of(batch: Batch | None) -> Decisions:
         "decode": tuple(request.id for each in batches for request in each.decode),
         "pages": tuple(number for each in batches for update in each.table_updates for number in update),
         "states": tuple(row for each in batches for copy in (*each.restored_states, *each.saved_states) for row in copy),
-        "drafted": None if batch is None else batch.drafted,
+        "drafted": 0 if batch is None else batch.drafted,
         "draft_lengths": () if batch is None else batch.draft_lengths,
     }
 

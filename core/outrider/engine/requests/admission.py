@@ -30,7 +30,6 @@ class Admission:
 
     config: DecidedConfig
     model: ModelConfig
-    max_context: int
     pages: int
     pages_of: Callable[[int], int]
     tokenizer: Tokenizer | None
@@ -40,7 +39,7 @@ class Admission:
     @property
     def longest(self) -> int:
         """Maximum number of tokens of prompt and output of one request, limited by the context and by the cache."""
-        return bisect.bisect_right(range(1, self.max_context + 1), self.pages, key=self.pages_of)
+        return bisect.bisect_right(range(1, self.config.max_context + 1), self.pages, key=self.pages_of)
 
     def requests(self, first_id: int, tokens: Any, params: Any, *, priority: Any = 0, media: Any = ()) -> list[Request]:
         """Create the samples of one prompt, with ids from ``first_id`` on. The first leads; the others are its followers.
@@ -52,7 +51,7 @@ class Admission:
             raise RequestError(f"the sampling parameters are a {type(params).__name__}; expected SamplingParams")
         urgency = checked_int(priority, "priority")
         seen = checked_media(media)
-        prompt = expand_prompt(checked_tokens(tokens, limit=self.max_context), seen, self.model.vision)
+        prompt = expand_prompt(checked_tokens(tokens, limit=self.config.max_context), seen, self.model.vision)
         stops = self.check(prompt, params)
         pictures = request_media(seen, prompt, self.model.vision, self.vision)
         rope_key = self.model.rope.sharing_key(len(prompt))
@@ -106,7 +105,7 @@ class Admission:
         if state.params.n > 1:
             raise RequestError(f"n is {state.params.n}; a request that goes from engine to engine is one sample")
         seen = checked_media(state.media)
-        prompt = expand_prompt(checked_tokens(state.prompt, limit=self.max_context), seen, self.model.vision)
+        prompt = expand_prompt(checked_tokens(state.prompt, limit=self.config.max_context), seen, self.model.vision)
         given = replace(state, prompt=prompt, media=seen, priority=urgency)
         self._check_output(given)
         return given
@@ -158,7 +157,7 @@ class Admission:
     def check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
         """Return the request's stop tokens. Raises :class:`RequestError` for a request that the engine cannot serve."""
         config, vocabulary = self.config, self.model.vocab_size
-        _check_prompt(prompt, params, context=self.max_context, vocabulary=vocabulary)
+        _check_prompt(prompt, params, context=self.config.max_context, vocabulary=vocabulary)
         _check_pages(self.pages_of(len(prompt) + params.max_tokens), self.pages, config.page_size)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:

@@ -10,7 +10,7 @@ from outrider.engine.requests.request import Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Features:
+class BatchFeatures:
     """The sampling abilities that the requests of an iteration need.
 
     An ability is launched if one request needs it, and leaves the rows of all other requests unchanged.
@@ -30,7 +30,7 @@ class Features:
     """Number of likeliest tokens to report with log-probabilities; None: the iteration reports no log-probabilities."""
 
     @classmethod
-    def from_requests(cls, requests: Sequence[Request]) -> Features:
+    def from_requests(cls, requests: Sequence[Request]) -> BatchFeatures:
         """Return the fewest features that serve all ``requests``."""
         all_params = [request.params for request in requests]
         return cls(
@@ -47,7 +47,7 @@ class Features:
         """Return True if biases, penalties or truncation change logits before sampling."""
         return self.biased or self.penalized or self.truncated
 
-    def covers(self, other: Features) -> bool:
+    def covers(self, other: BatchFeatures) -> bool:
         """Return True if an iteration with these abilities serves a batch that needs ``other``."""
         covers_logprobs = other.logprobs is None or (self.logprobs is not None and self.logprobs >= other.logprobs)
         return covers_logprobs and all(
@@ -88,7 +88,7 @@ class GlobalBatch:
     Idle requests of row 0 fill ``decode`` up to the largest group. One idle token stands for a missing prefill if another
     group prefills.
     """
-    features: Features
+    features: BatchFeatures
     """The features that the decoding requests of all groups need."""
     widths: tuple[int, ...]
     """The largest number of tokens of a group, for each prefill pass."""
@@ -106,8 +106,8 @@ class Batch:
     """Block-table entries to write, as (row, index, page)."""
     arrivals: tuple[tuple[Request, Arrival], ...] = ()
     """Requests whose state comes from another engine. They decode from the next iteration on."""
-    drafted: int | None = None
-    """Draft tokens of each decoding request; None: as many as the proposer drafts."""
+    drafted: int = 0
+    """Number of tokens that the proposer drafts for each decoding request; for a tree, its nodes."""
     draft_lengths: tuple[int, ...] = ()
     """Number of draft tokens that the target verifies for each decoding request, at most ``drafted``; empty: ``drafted`` of
     each.
@@ -116,7 +116,7 @@ class Batch:
     """What the draft-length policy was told of each decoding request, see :attr:`DraftLengthPolicy.reads_repeats`."""
     global_batch: GlobalBatch | None = None
     """The batches of all data-parallel groups; None if there is only one group."""
-    decode_features: Features | None = None
+    decode_features: BatchFeatures | None = None
     """The features that ``decode`` needs; None: :attr:`features` computes them."""
     restored_states: tuple[tuple[int, int], ...] = ()
     """Copies of recurrent states before the prefill, as (checkpoint row, request row)."""
@@ -139,11 +139,11 @@ class Batch:
         return self if self.global_batch is None else self.global_batch.launched
 
     @property
-    def features(self) -> Features:
+    def features(self) -> BatchFeatures:
         """The features that the decoding requests of all groups need."""
         if self.global_batch is not None:
             return self.global_batch.features
-        return Features.from_requests(self.decode) if self.decode_features is None else self.decode_features
+        return BatchFeatures.from_requests(self.decode) if self.decode_features is None else self.decode_features
 
     @property
     def requests(self) -> tuple[Request, ...]:

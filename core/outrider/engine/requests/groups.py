@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
-from outrider.engine.requests.batch import Batch, Features, GlobalBatch, PrefillChunk
-from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
+from outrider.engine.requests.batch import Batch, BatchFeatures, GlobalBatch, PrefillChunk
+from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, choose_draft_lengths, report_accepted
@@ -32,20 +32,20 @@ class GroupScheduler:
         schedulers: Sequence[Scheduler],
         *,
         own: int,
-        agreed: FixedLength,
         draft_length: DraftLengthPolicy,
         passes: PromptPasses,
     ) -> None:
         """Create the scheduler of all groups.
 
-        ``own`` is this rank's group, whose batch :meth:`next_batch` returns. ``agreed`` is the draft-length policy of all
-        ``schedulers``: it gets the one length that ``draft_length`` chooses for an iteration.
+        ``own`` is this rank's group, whose batch :meth:`next_batch` returns. All groups draft the one length that
+        ``draft_length`` chooses for an iteration.
         """
         self.groups = tuple(schedulers)
         """The scheduler of each group, in group order."""
         self._own = own
-        self._agreed_length = agreed
         self._draft_length = draft_length
+        self._shared_length = draft_length.lengths[-1]
+        """The draft length of the current iteration."""
         self._passes = passes
         self._group_batches: list[Batch | None] = []
         """Batches of the first groups, after a later group raised :class:`OutOfPages`."""
@@ -100,14 +100,14 @@ class GroupScheduler:
         Raises :class:`OutOfPages` like :meth:`Scheduler.next_batch`; the caller then handles results and calls again.
         """
         if not self._group_batches:
-            self._agreed_length.lengths = (self._choose_length(),)
+            self._shared_length = self._choose_length()
         for scheduler in self.groups[len(self._group_batches) :]:
-            self._group_batches.append(scheduler.next_batch())
+            self._group_batches.append(scheduler.next_batch(self._shared_length))
         group_batches, self._group_batches = self._group_batches, []
         if not any(group_batches):
             return None
         decodes = any(batch is not None and batch.decode for batch in group_batches)
-        length = self._agreed_length.lengths[0] if decodes else None
+        length = self._shared_length if decodes else 0
         batches = tuple(replace(batch or Batch((), (), (), ()), drafted=length) for batch in group_batches)
         return replace(batches[self._own], global_batch=self._global_batch(batches))
 
@@ -147,7 +147,7 @@ class GroupScheduler:
         on the draft, else the policy's choice.
         """
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
-        if not decoding or Features.from_requests(decoding) != Features():
+        if not decoding or BatchFeatures.from_requests(decoding) != BatchFeatures():
             return self._draft_length.lengths[-1]
         length, _ = choose_draft_lengths(self._draft_length, decoding)
         return length
@@ -167,7 +167,7 @@ class GroupScheduler:
         return GlobalBatch(
             batches=batches,
             launched=launched,
-            features=Features.from_requests([request for batch in batches for request in batch.decode]),
+            features=BatchFeatures.from_requests([request for batch in batches for request in batch.decode]),
             widths=tuple(max(pass_widths) for pass_widths in zip(*widths, strict=True)),
         )
 

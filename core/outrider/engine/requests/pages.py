@@ -97,7 +97,8 @@ class PagePool:
         self.count = count
         self.page_size = page_size
         self._ahead = ahead
-        self._share = share
+        self.shares_prefixes = share
+        """True if pages are registered, so that requests share prefixes."""
         self._free = list(range(count - 1, 0, -1))
         self._holders: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -110,11 +111,6 @@ class PagePool:
         self._watcher = watcher
         if watcher is not None and self._page_of:
             watcher.stored(list(self._page_of))
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Return True if pages are registered, so that requests share prefixes."""
-        return self._share
 
     @property
     def available(self) -> int:
@@ -205,7 +201,7 @@ class PagePool:
         another page is registered under an equal key, requests continue to hit that page.
         """
         new_keys: list[PageKey] = []
-        while self._share and (done + 1) * self.page_size <= filled:
+        while self.shares_prefixes and (done + 1) * self.page_size <= filled:
             candidate = self._key(key, tokens, done, extra)
             if candidate is None:
                 break

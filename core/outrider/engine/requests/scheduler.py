@@ -6,12 +6,12 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.engine.requests.batch import Batch, Features, PrefillChunk
+from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.pages import DecodedState, FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
 
-_GREEDY = Features()
+_GREEDY = BatchFeatures()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +54,8 @@ class Scheduler:
     urgent request, which later prefills its prompt and its output again.
     """
 
-    def __init__(
-        self, *, rows: FreeList, pages: PagePool, limits: SchedulerLimits, draft_length: DraftLengthPolicy | None = None
-    ) -> None:
-        """Create a scheduler without requests. ``draft_length`` is the policy; None drafts as many tokens as the proposer
-        can.
-        """
+    def __init__(self, *, rows: FreeList, pages: PagePool, limits: SchedulerLimits, draft_length: DraftLengthPolicy) -> None:
+        """Create a scheduler without requests."""
         self._draft_length = draft_length
         self.rows = rows
         self.pages = pages
@@ -116,8 +112,10 @@ class Scheduler:
             self._waiting.remove(request)
             self.free_reserved(request)
 
-    def next_batch(self) -> Batch | None:
+    def next_batch(self, shared_length: int | None = None) -> Batch | None:
         """Return the batch of the next iteration and count its requests as in flight; None if there is no work.
+
+        ``shared_length`` is the draft length that all data-parallel groups share; None: the policy chooses.
 
         Raises :class:`OutOfPages` if a request must be preempted before the host has handled all results in flight. The
         caller then handles results and calls again.
@@ -125,16 +123,18 @@ class Scheduler:
         self._grow()
         admitted = self._admit()
         decode = tuple(r for r in self._running if self._can_decode(r))
-        drafted, features = None, Features.from_requests(decode)
+        drafted, features = 0, BatchFeatures.from_requests(decode)
         draft_lengths: tuple[int, ...] = ()
         repeats: tuple[int, ...] = ()
-        if decode and self._draft_length is not None:
+        if decode and shared_length is not None:
+            drafted = shared_length
+        elif decode:
             # A sampled token depends on the draft. Full drafts keep it independent of the other requests.
             drafted = self._draft_length.lengths[-1]
             repeats = count_repeats(self._draft_length, decode)
             if features == _GREEDY:
                 drafted, draft_lengths = choose_draft_lengths(self._draft_length, decode, repeats)
-        prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
+        prefill = self._chunks(len(decode), drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
             return None
@@ -223,13 +223,11 @@ class Scheduler:
         self._count(batch, -1)
         for request in batch.decode:
             request.decoded_state.awaited = max(0, request.decoded_state.awaited - 1)
-        if self._draft_length is not None:
-            report_accepted(self._draft_length, batch, accepted)
+        report_accepted(self._draft_length, batch, accepted)
 
     def max_accepted(self, batch: Batch) -> tuple[int, ...]:
         """Return the maximum number of accepted draft tokens of each decoding request of ``batch``."""
-        longest = self._limits.growth - 1
-        length = longest if batch.drafted is None else min(batch.drafted, longest)
+        length = min(batch.drafted, self._limits.growth - 1)
         return batch.draft_lengths or (length,) * len(batch.decode)
 
     def _count(self, batch: Batch, change: int) -> None:
@@ -473,7 +471,7 @@ def choose_draft_lengths(
 
 def report_accepted(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int]) -> None:
     """Pass the numbers of accepted draft tokens to ``policy``, if it needs them, see :meth:`Scheduler.handle_landed`."""
-    if policy.needs_acceptance and batch.drafted is not None and accepted:
+    if policy.needs_acceptance and accepted:
         if policy.widths:
             counts = iter(accepted)
             lengths = batch.draft_lengths or (batch.drafted,) * len(batch.decode)

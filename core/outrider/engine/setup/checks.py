@@ -23,12 +23,6 @@ def check_type(name: str, value: object, *kinds: type) -> None:
         raise ConfigError(f"{name} is {shown(value)} (a {type(value).__name__}); expected {expected}")
 
 
-def check_engine_types(model: object, config: object) -> None:
-    """Raise :class:`ConfigError` if an argument of ``Engine`` has a wrong type."""
-    check_type("model", model, LanguageModel)
-    check_type("config", config, EngineConfig, type(None))
-
-
 def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:
     """Raise :class:`CapabilityError` unless the backend's policy, the kernels and the proposer's lengths suit this
     configuration.

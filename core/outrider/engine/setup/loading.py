@@ -82,7 +82,7 @@ def absolute(path: Path | str | None) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """A loaded checkpoint with its draft.
 
     ``vision`` is None for a text model, ``tokenizer`` for a checkpoint without one. ``config`` has all settings decided.
@@ -103,7 +103,7 @@ def load_checkpoint(
     builders: Mapping[str, Builder] | None = None,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
-) -> Loaded:
+) -> LoadedCheckpoint:
     """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments.
 
     Raises :class:`ConfigError` for options that exclude each other.
@@ -158,7 +158,7 @@ def load_checkpoint(
     if model.config.vision is not None and has_vision_tower(directory):  # some copies hold the text model alone
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
     decided = resolve(config, collect_facts(backend, model, proposer), chosen)
-    return Loaded(decided, model, proposer, tokenizer, vision)
+    return LoadedCheckpoint(decided, model, proposer, tokenizer, vision)
 
 
 def _check_through_transformers(config: EngineConfig, ranks: Ranks | None) -> None:

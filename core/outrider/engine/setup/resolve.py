@@ -108,7 +108,8 @@ def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> 
 
 
 def resolve(config: EngineConfig, facts: DeviceModelFacts, before: tuple[Choice, ...] = ()) -> DecidedConfig:
-    """Return ``config`` with every open setting decided. ``before`` are the choices that loading made already.
+    """Return ``config`` with every open setting decided; a :class:`DecidedConfig`, as loading returns it, stays unchanged.
+    ``before`` are the choices that loading made already.
 
     Raises :class:`ConfigError` for an impossible request, and :class:`OutOfDeviceMemory` if the free memory after the weights
     holds no request.

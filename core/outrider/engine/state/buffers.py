@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
-from outrider.model import LanguageModel, SideBySide
+from outrider.model import LanguageModel, SideBySide, speculative_positions
 from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.tree import Tree
 
@@ -107,6 +107,18 @@ class VerifyInputs:
     def width(self) -> int:
         """The number of tokens of each request, N."""
         return self.positions.shape[0] // self.seq_lens.shape[0]
+
+    def write_rope_positions(self, mrope_position_deltas: Tensor | None) -> None:
+        """Write the rope positions on three axes. Does nothing without ``mrope_position_deltas``: the positions have one
+        axis.
+        """
+        if mrope_position_deltas is not None:
+            speculative_positions(self.positions, mrope_position_deltas, out=self.rope_positions)
+
+    def copy_rope_positions_for_graph(self) -> None:
+        """Copy the rope positions to the buffer that a captured verify reads, if they have three axes."""
+        if self.static_rope_positions is not self.rope_positions:
+            self.static_rope_positions.copy_(self.rope_positions)
 
     def attention(self, tables: Tensor, *, max_kv: int) -> AttentionMetadata:
         """Return the attention metadata of N new tokens for each request."""

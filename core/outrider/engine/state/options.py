@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.device import Backend, Fence, KernelSet, PinnedBuffer, Stream
 from outrider.engine.guides.grammars import ALLOW_ALL_WORD, mask_words
-from outrider.engine.requests.batch import Features, PrefillChunk
+from outrider.engine.requests.batch import BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
 from outrider.engine.state.buffers import DecodeInputs
@@ -152,7 +152,7 @@ class OptionTable:
         # The host has added up the counts: each cell is written once, so the result doesn't depend on an order.
         self._counts.view(-1)[staged("history_cells")] = staged("history_values").to(torch.int32)
 
-    def gather(self, features: Features, rows: Tensor) -> BatchOptions | None:
+    def gather(self, features: BatchFeatures, rows: Tensor) -> BatchOptions | None:
         """Return copies of the options of ``rows`` int64 [B]; None if ``features`` has no options."""
         if not features.options:
             return None
@@ -165,7 +165,7 @@ class OptionTable:
             tuple(table.index_select(0, rows) for table in bias_tables) if features.biased else None,
         )
 
-    def gather_into(self, features: Features, rows: Tensor, inputs: DecodeInputs) -> None:
+    def gather_into(self, features: BatchFeatures, rows: Tensor, inputs: DecodeInputs) -> None:
         """Copy the options of ``rows`` int64 [B] to the static buffers ``inputs``, for :meth:`options_from_inputs`."""
         if not features.options:
             return
@@ -176,7 +176,7 @@ class OptionTable:
             for static, table in zip(inputs.biases, bias_tables, strict=True):
                 static.copy_(table.index_select(0, rows))
 
-    def options_from_inputs(self, features: Features, inputs: DecodeInputs) -> BatchOptions | None:
+    def options_from_inputs(self, features: BatchFeatures, inputs: DecodeInputs) -> BatchOptions | None:
         """Return the options of a batch that :meth:`gather_into` has copied to ``inputs``; None if ``features`` has no
         options.
         """
@@ -185,7 +185,7 @@ class OptionTable:
         return self._options(features, inputs.rows, inputs.numbers, inputs.shares, inputs.biases)
 
     def _options(
-        self, features: Features, rows: Tensor, numbers: Tensor, shares: Tensor, biases: tuple[Tensor, ...] | None
+        self, features: BatchFeatures, rows: Tensor, numbers: Tensor, shares: Tensor, biases: tuple[Tensor, ...] | None
     ) -> BatchOptions:
         return BatchOptions(
             rows=rows,

@@ -10,8 +10,8 @@ from outrider.engine.fences import FenceSet, Streams
 from outrider.engine.setup.checks import check_cache
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
 from outrider.engine.state.options import Masks, OptionTable
-from outrider.engine.state.plans import AttentionPlans, Plans
-from outrider.engine.state.results import Outgoing, Probes, Results
+from outrider.engine.state.plans import AttentionPlans
+from outrider.engine.state.results import HostCopyRing, Probes, Results
 from outrider.engine.state.rows import FutureMap, RowTable, StateTransfer
 from outrider.engine.state.staging import InputUpload, Staging, staging_capacity
 from outrider.model import KVCache, LanguageModel, VisionTower
@@ -73,12 +73,11 @@ class EngineParts:
                 max_logprobs=min(MAX_LOGPROBS, vocabulary),
                 data=data,
             )
-            self.seq_lens_ring = Outgoing(backend, "lengths", self.future.seq_lens, entries=entries)
+            self.seq_lens_ring = HostCopyRing(backend, "lengths", self.future.seq_lens, entries=entries)
             """Copies of the published lengths for attention that takes lengths as host integers."""
         streams.forward.synchronize()
-        transfers, lane = min(requests, _MAX_TRANSFERS), self.buffers.lane
+        transfers = min(requests, _MAX_TRANSFERS)
         self.fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)
-        self.plans = Plans(kernels, proposer, lane=lane, page_size=page_size, max_context=config.max_context)
         self.attention = AttentionPlans(model, proposer, page_size=page_size)
         self.input_upload = InputUpload(
             staging=self.staging,
@@ -135,6 +134,11 @@ class EngineParts:
     def capacity(self) -> int:
         """Maximum number of tokens of a request: those of a full block table."""
         return self.rows.tables.shape[1] * self.config.page_size
+
+    @property
+    def last_position(self) -> int:
+        """The last position of the model's context; rejected tokens may lie beyond it."""
+        return self.config.max_context - 1
 
     @property
     def spare(self) -> int:

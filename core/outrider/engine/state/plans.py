@@ -1,115 +1,22 @@
-"""Plans: the static inputs of verify and draft-extend, which the plan stream computes from lengths and draft tokens."""
+"""Plans of attention, and the plan of a batch between the join of the plan stream and verify."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, HostParam, KernelSet, Recompute, SpeculativeSync, Stream
-from outrider.engine.state.buffers import DecodeInputs, ExtendPlan, PathInputs, VerifyInputs, VerifyOutputs
-from outrider.model import LanguageModel, speculative_positions
-from outrider.speculative.proposer import Draft, HostSeqLens, Proposer, slots_of
-
-
-class Plans:
-    """The steps of a plan. Each step enqueues kernels on the current stream.
-
-    The steps read the iteration's private buffers and are idempotent: repeating a step writes the same values.
-    """
-
-    def __init__(self, kernels: KernelSet, proposer: Proposer, *, lane: Tensor, page_size: int, max_context: int) -> None:
-        """Create the plan steps. ``lane`` holds 0, 1, … for as many tokens as a request can have in an iteration, int64."""
-        self._kernels = kernels
-        self._lane = lane
-        self._page_size = page_size
-        self._max_context = max_context
-        self._width = proposer.nodes + 1  # tokens of a request in verify
-        self._growth = proposer.depth + 1  # maximum number of tokens that verify adds to a request
-
-    def from_lengths(self, inputs: DecodeInputs, verify: VerifyInputs) -> None:
-        """Write verify's positions, slots and lengths, which depend on lengths and block tables only.
-
-        This step runs concurrently with the draft.
-        """
-        shape = (inputs.seq_lens.shape[0], verify.width)
-        # For trees, from_draft() writes the positions again, because they depend on the tree's shape.
-        self._kernels.place_tokens(
-            inputs.seq_lens,
-            inputs.tables,
-            self._page_size,
-            self._max_context - 1,
-            verify.positions.view(shape),
-            verify.slots.view(shape),
-            verify.seq_lens.unsqueeze(1),
-        )
-        if verify.mask is None:
-            self.write_rope_positions(inputs, verify)
-
-    def from_draft(self, inputs: DecodeInputs, draft: Draft, verify: VerifyInputs) -> None:
-        """Write verify's tokens and, for a tree, its positions and mask, from the outputs of the draft.
-
-        Writes no tokens without a draft: verify then reads ``inputs.last_tokens``.
-        """
-        if draft.tokens.shape[1]:
-            tokens = verify.tokens.view(-1, verify.width)
-            torch.cat((inputs.last_tokens.unsqueeze(1), draft.tokens), dim=1, out=tokens)
-        if verify.mask is not None and draft.tree is not None:
-            verify.positions.copy_(self._clamped(inputs.seq_lens.unsqueeze(1) + draft.tree.depths).flatten())
-            self.write_rope_positions(inputs, verify)
-            verify.mask.copy_(draft.tree.mask.flatten(0, 1))
-
-    def write_rope_positions(self, inputs: DecodeInputs, verify: VerifyInputs) -> None:
-        """Write verify's rope positions on three axes. Does nothing if the model's positions have one axis."""
-        if inputs.mrope_position_deltas is not None:
-            speculative_positions(verify.positions, inputs.mrope_position_deltas, out=verify.rope_positions)
-
-    def copy_rope_positions_for_graph(self, inputs: DecodeInputs, verify: VerifyInputs, *, captured: bool) -> None:
-        """Copy the rope positions to the buffer that a captured verify reads. Does nothing without a graph."""
-        if captured and inputs.mrope_position_deltas is not None:
-            verify.static_rope_positions.copy_(verify.rope_positions)
-
-    def from_accepted(self, inputs: DecodeInputs, verify: VerifyInputs, outputs: VerifyOutputs, extend: ExtendPlan) -> None:
-        """Write the inputs of draft-extend: the accepted tokens and the decided one, padded with token 0."""
-        tokens = extend.tokens.view(outputs.tokens.shape)
-        self._kernels.place_accepted(
-            inputs.seq_lens, outputs.tokens, outputs.accepted, tokens, extend.last, extend.next_positions
-        )
-        if extend.path is not None and outputs.path is not None:
-            self._plan_path(inputs, verify, outputs.accepted, outputs.path, extend.path)
-
-    def _plan_path(
-        self, inputs: DecodeInputs, verify: VerifyInputs, accepted: Tensor, path: Tensor, plan: PathInputs
-    ) -> None:
-        """Write the verify rows and cache slots of the accepted path, and the consecutive slots that it moves to."""
-        lane = self._lane[: self._growth]
-        node = torch.arange(path.shape[0], device=path.device).unsqueeze(1) * self._width + path
-        positions = inputs.seq_lens.unsqueeze(1) + lane
-        slots = slots_of(positions, inputs.tables, self._page_size)
-        plan.gather.copy_(node.flatten())
-        plan.positions.copy_(self._clamped(positions).flatten())
-        if inputs.mrope_position_deltas is not None:
-            speculative_positions(plan.positions, inputs.mrope_position_deltas, out=plan.rope_positions)
-        plan.slots.copy_(slots.flatten())
-        plan.seq_lens.copy_((inputs.seq_lens + self._growth).clamp(max=inputs.tables.shape[1] * self._page_size))
-        # The root doesn't move. Slots after the accepted nodes are copied to themselves.
-        sources = verify.slots.index_select(0, node.flatten()).view(path.shape)
-        is_accepted = lane <= accepted.unsqueeze(1)
-        plan.sources.copy_(torch.where(is_accepted, sources, slots)[:, 1:].flatten())
-        plan.destinations.copy_(slots[:, 1:].flatten())
-
-    def _clamped(self, positions: Tensor) -> Tensor:
-        """Return ``positions`` limited to the last position of the model's context: rejected tokens may lie beyond it."""
-        return positions.clamp(max=self._max_context - 1)
+from outrider.device import AttentionMetadata, HostParam, Recompute, SpeculativeSync, Stream
+from outrider.engine.state.buffers import DecodeInputs, VerifyInputs
+from outrider.model import LanguageModel
+from outrider.speculative.proposer import HostSeqLens, Proposer
 
 
 @dataclass(frozen=True, slots=True)
 class PlanAtJoin:
     """The plan of a batch between the join of the plan stream and verify (a :class:`JoinedPlan`)."""
 
-    plans: Plans
     inputs: DecodeInputs
     verify: VerifyInputs
     captured: bool
@@ -135,14 +42,14 @@ class PlanAtJoin:
         device whose policy names them.
         """
         if what is Recompute.MROPE_POSITIONS:
-            self.plans.write_rope_positions(self.inputs, self.verify)
+            self.verify.write_rope_positions(self.inputs.mrope_position_deltas)
 
     def refresh(self, buffer: str) -> None:
         """Copy ``rope_positions`` to the buffer that a captured verify reads, after the join. Without a graph it does
         nothing.
         """
-        if buffer == "rope_positions":
-            self.plans.copy_rope_positions_for_graph(self.inputs, self.verify, captured=self.captured)
+        if buffer == "rope_positions" and self.captured:
+            self.verify.copy_rope_positions_for_graph()
 
 
 class AttentionBatchKind(StrEnum):

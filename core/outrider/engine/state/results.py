@@ -116,29 +116,33 @@ class Probes:
         return tuple(bad_values)
 
 
-class Outgoing:
+class HostCopyRing:
     """Copies of ``source`` for the host, one for each iteration in flight.
 
     A copy within the device lets the next iteration overwrite ``source`` during the copy to pinned memory. A ring entry is
-    free once the host has read the results of its iteration.
+    free once the host has read the results of its iteration. With data-parallel groups, an entry has the sources of all.
     """
 
-    def __init__(self, backend: Backend, name: str, source: Tensor, *, entries: int) -> None:
+    def __init__(self, backend: Backend, name: str, source: Tensor, *, entries: int, data: Group | None = None) -> None:
         """Allocate the device ring, on the current stream, and the pinned ring.
 
-        ``name`` is the prefix of the pinned buffers' names in errors. ``entries`` is the size of both rings.
+        ``name`` is the prefix of the pinned buffers' names in errors. ``entries`` is the size of both rings. ``data`` is the
+        collective group with one rank of each data-parallel group; None: one group only.
         """
         self._backend = backend
-        self._source = source
-        self._device_ring = [torch.empty_like(source) for _ in range(entries)]
+        self._source, self._data = source, data
+        self._all_groups = source if data is None else source.new_empty((data.size, *source.shape))
+        self._device_ring = [torch.empty_like(self._all_groups) for _ in range(entries)]
         self._pinned_ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"{name}[{entry}]", source.shape, source.dtype) for entry in range(entries)
+            backend.empty_pinned(f"{name}[{entry}]", self._all_groups.shape, source.dtype) for entry in range(entries)
         ]
         self._generations = [0] * entries
 
-    def copy_on_device(self, entry: int) -> None:
-        """Copy the source to device ring entry ``entry``, on the current stream (forward)."""
-        self._device_ring[entry].copy_(self._source)
+    def copy_on_device(self, entry: int, forward: Stream) -> None:
+        """Copy the sources of all groups to device ring entry ``entry``, on the current stream ``forward``."""
+        if self._data is not None:
+            self._data.all_gather(self._all_groups, self._source, stream=forward)
+        self._device_ring[entry].copy_(self._all_groups)
 
     def copy_out(self, entry: int, stream: Stream) -> int:
         """Copy device ring entry ``entry`` to pinned memory on ``stream``, and return the pinned entry's generation.
@@ -150,9 +154,12 @@ class Outgoing:
         self._backend.copy_async(buffer.tensor, self._device_ring[entry], stream=stream)
         return generation
 
-    def read_entry(self, entry: int, generation: int | None = None) -> Tensor:
-        """Return generation ``generation`` of a pinned entry, by default the newest one, after the fence of its copy."""
-        return self._pinned_ring[entry].read_generation(self._generations[entry] if generation is None else generation)
+    def read_entry(self, entry: int, generation: int | None = None, *, group: int = 0) -> Tensor:
+        """Return the source of ``group`` in generation ``generation`` of a pinned entry, by default the newest one, after the
+        fence of its copy.
+        """
+        sources = self._pinned_ring[entry].read_generation(self._generations[entry] if generation is None else generation)
+        return sources if self._data is None else sources[group]
 
 
 class LogprobBuffers:
@@ -165,15 +172,12 @@ class LogprobBuffers:
     def __init__(
         self, backend: Backend, *, entries: int, max_requests: int, width: int, most: int, data: Group | None = None
     ) -> None:
-        """Allocate the buffers. ``width`` is W and ``most`` is n; ``data`` is the collective group for the exchange, see
-        ``Results``.
-        """
-        self._data = data
+        """Allocate the buffers. ``width`` is W and ``most`` is n; ``data`` is that of :class:`HostCopyRing`."""
         self._max_likeliest = most
         shape = (2 * max_requests, width, 1 + 2 * most)
         self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
-        self._shared = self._device.unsqueeze(0) if data is None else self._device.new_zeros((data.size, *shape))
-        self._outgoing = Outgoing(backend, "logprobs", self._shared, entries=entries)
+        self.ring = HostCopyRing(backend, "logprobs", self._device, entries=entries, data=data)
+        """Copies of the buffers for the host, which :meth:`read_entry` reads."""
 
     def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
         """Write ``values`` float32 [B, N, 1+c] and ``ids`` int64 [B, N, c] to B rows from ``first_row``. c is at most n."""
@@ -182,24 +186,11 @@ class LogprobBuffers:
         rows[..., : 1 + count] = values.contiguous().view(torch.int32)
         rows[..., 1 + self._max_likeliest : 1 + self._max_likeliest + count] = ids.to(torch.int32)
 
-    def gather_groups(self, forward: Stream) -> None:
-        """Gather the rows of all data-parallel groups, on the forward stream."""
-        if self._data is not None:
-            self._data.all_gather(self._shared, self._device, stream=forward)
-
-    def copy_on_device(self, entry: int) -> None:
-        """Copy the rows to ring entry ``entry`` on the device, on the current stream (forward)."""
-        self._outgoing.copy_on_device(entry)
-
-    def copy_out(self, entry: int, stream: Stream) -> int:
-        """Copy ring entry ``entry`` to pinned memory on ``stream``. Return the generation of the pinned entry."""
-        return self._outgoing.copy_out(entry, stream)
-
     def read_entry(
         self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int, group: int = 0
     ) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of ``tokens`` of one row, with ``count`` likeliest tokens each, after the fence."""
-        bits = self._outgoing.read_entry(entry, generation)[group, row, : len(tokens)]
+        bits = self.ring.read_entry(entry, generation, group=group)[row, : len(tokens)]
         values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
         ids: list[list[int]] = bits[:, 1 + self._max_likeliest : 1 + self._max_likeliest + count].tolist()
         return tuple(
@@ -260,27 +251,22 @@ class Results:
     ) -> None:
         """Allocate the results of ``depth`` iterations in flight.
 
-        ``data`` is the collective group with one rank of each data-parallel group; None: one group only.
+        ``data`` is that of :class:`HostCopyRing`.
         """
-        self._data = data
+        self.is_shared = data is not None
+        """True if all data-parallel groups exchange their results."""
+        self._own_group = 0 if data is None else data.rank
         self._max_requests = max_requests
         self._probes = probes
         self._first_probe_column = depth + 2
         self._host_failures: dict[int, str] = {}
         shape = (2 * max_requests, self._first_probe_column + probes.width)
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
-        self._all_groups = None if data is None else self._device.new_empty((data.size, *shape))
-        source = self._device if self._all_groups is None else self._all_groups
         self._zeros = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
-        self._outgoing = Outgoing(backend, "results", source, entries=entries)
+        self._ring = HostCopyRing(backend, "results", self._device, entries=entries, data=data)
         self._logprobs = LogprobBuffers(
             backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs, data=data
         )
-
-    @property
-    def is_shared(self) -> bool:
-        """Return True if all data-parallel groups exchange their results."""
-        return self._data is not None
 
     def decode_rows(self, count: int, path: int) -> Tensor:
         """Return the view for accepted counts and ``path`` tokens of decoding requests, int64 [count, 1 + path].
@@ -337,39 +323,27 @@ class Results:
         self._logprobs.write(self._max_requests, values, ids)
 
     def copy_on_device(self, batch: Batch, entry: int, forward: Stream) -> None:
-        """Copy the results to device ring entry ``entry``, on the current stream ``forward``.
-
-        Gathers those of all data-parallel groups before.
-        """
-        if self._data is not None and self._all_groups is not None:
-            self._data.all_gather(self._all_groups, self._device, stream=forward)
-            if _wants_logprobs(batch):
-                self._logprobs.gather_groups(forward)
-        self._outgoing.copy_on_device(entry)
+        """Copy the results of all data-parallel groups to device ring entry ``entry``, on the current stream ``forward``."""
+        self._ring.copy_on_device(entry, forward)
         if _wants_logprobs(batch):
-            self._logprobs.copy_on_device(entry)
+            self._logprobs.ring.copy_on_device(entry, forward)
 
     def copy_out(self, batch: Batch, entry: int, stream: Stream) -> PendingResult:
         """Copy device ring entry ``entry`` to pinned memory on ``stream``, and return the pending result."""
-        generation = self._outgoing.copy_out(entry, stream)
-        logprobs = self._logprobs.copy_out(entry, stream) if _wants_logprobs(batch) else None
+        generation = self._ring.copy_out(entry, stream)
+        logprobs = self._logprobs.ring.copy_out(entry, stream) if _wants_logprobs(batch) else None
         return PendingResult(batch, entry, generation, logprobs, dict(self._host_failures))
 
     def read_results(self, pending: PendingResult, copied: Fence) -> tuple[HostResults, ...]:
         """Wait on the host for the fence of a copy, and return the results of each data-parallel group."""
         copied.wait_host()
-        on_host = self._outgoing.read_entry(pending.entry, pending.generation)
-        if self._data is None:
-            return (self._host_results(pending, pending.batch, 0, on_host.tolist()),)
-        groups = range(self._data.size) if pending.batch.global_batch is not None else (self._data.rank,)
-        return tuple(
-            self._host_results(pending, batch, group, on_host[group].tolist())
-            for group, batch in zip(groups, pending.batch.group_batches, strict=True)
-        )
+        batches = pending.batch.group_batches
+        groups = range(len(batches)) if pending.batch.global_batch is not None else (self._own_group,)
+        return tuple(self._host_results(pending, batch, group) for group, batch in zip(groups, batches, strict=True))
 
-    def _host_results(self, pending: PendingResult, batch: Batch, group: int, rows: list[list[int]]) -> HostResults:
-        is_own = self._data is None or group == self._data.rank
-        failures = pending.host_failures if is_own else {}
+    def _host_results(self, pending: PendingResult, batch: Batch, group: int) -> HostResults:
+        rows = self._ring.read_entry(pending.entry, pending.generation, group=group).tolist()
+        failures = pending.host_failures if group == self._own_group else {}
         request_rows = [(i, request.id) for i, request in enumerate(batch.decode)]
         request_rows += [(self._max_requests + i, chunk.request.id) for i, chunk in enumerate(batch.prefill)]
         bad = {

@@ -226,40 +226,8 @@ class Packer:
 
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
-    """Return the maximum number of int64 values that :func:`pack` produces for one batch, without sampling options."""
+    """Return the maximum number of int64 values of a batch that :meth:`InputUpload.pack` packs, without sampling options."""
     return 8 * prefill_chunk + 17 * requests + 1 + 2 * requests * pages + _MAX_SEGMENTS
-
-
-def pack(
-    batch: Batch,
-    *,
-    page_size: int,
-    table_width: int,
-    max_requests: int,
-    rope: RopeConfig,
-    draft_lengths: bool,
-    bucket: PrefillBucket | None = None,
-) -> Packer:
-    """Pack the inputs of a batch for the device.
-
-    The rows of decoding requests come first, padded with row 0 to ``max_requests``, then with ``draft_lengths`` their draft
-    lengths. Prefill chunks follow, padded to ``bucket``. Segments that a graph reads so have constant addresses.
-    """
-    packer = Packer()
-    packer.add("decode_rows", [*(r.row for r in batch.decode), *[0] * (max_requests - len(batch.decode))])
-    if draft_lengths:
-        packer.add("draft_lengths", [*batch.draft_lengths, *[0] * (max_requests - len(batch.draft_lengths))])
-    _pack_prefill(packer, batch, page_size, rope, bucket)
-    packer.add("admitted", [r.row for r in batch.admitted])
-    packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
-    packer.add("seeds", [r.params.seed for r in batch.admitted])
-    packer.add("mrope_position_deltas", [r.mrope_position_delta for r in batch.admitted])
-    packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
-    packer.add("pages", [page for _, _, page in batch.table_updates])
-    for name, copies in ((RESTORED_STATES, batch.restored_states), (SAVED_STATES, batch.saved_states)):
-        if copies:
-            packer.add(name, chain.from_iterable(copies))
-    return packer
 
 
 def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig, bucket: PrefillBucket | None) -> None:
@@ -420,15 +388,27 @@ class InputUpload:
             raise
 
     def _packed(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
-        packer = pack(
-            batch,
-            page_size=self._page_size,
-            table_width=self._rows.tables.shape[1],
-            max_requests=self._staging.max_requests,
-            rope=self._rope,
-            draft_lengths=self._draft_lengths,
-            bucket=bucket,
-        )
+        """Pack the inputs of a batch.
+
+        The rows of decoding requests come first, padded with row 0, then their draft lengths if each request can have its
+        own. Prefill chunks follow, padded to ``bucket``. Segments that a graph reads so have constant addresses.
+        """
+        packer, padding = Packer(), [0] * (self._staging.max_requests - len(batch.decode))
+        packer.add("decode_rows", [*(r.row for r in batch.decode), *padding])
+        if self._draft_lengths:
+            padding = [0] * (self._staging.max_requests - len(batch.draft_lengths))
+            packer.add("draft_lengths", [*batch.draft_lengths, *padding])
+        _pack_prefill(packer, batch, self._page_size, self._rope, bucket)
+        packer.add("admitted", [r.row for r in batch.admitted])
+        packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
+        packer.add("seeds", [r.params.seed for r in batch.admitted])
+        packer.add("mrope_position_deltas", [r.mrope_position_delta for r in batch.admitted])
+        table_width = self._rows.tables.shape[1]
+        packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
+        packer.add("pages", [page for _, _, page in batch.table_updates])
+        for name, copies in ((RESTORED_STATES, batch.restored_states), (SAVED_STATES, batch.saved_states)):
+            if copies:
+                packer.add(name, chain.from_iterable(copies))
         self._options.pack(batch.admitted, packer)
         return packer
 

@@ -18,7 +18,7 @@ from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class UnsupportedFamily:
     """The reason why a model family is not supported."""
 
     why: str
@@ -26,14 +26,16 @@ class Refusal:
     """True if the transformers fallback may run the family."""
 
 
-_LATENT_ATTENTION = Refusal(
+_LATENT_ATTENTION = UnsupportedFamily(
     "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
     "run through transformers here either"
 )
-_GROUPING = Refusal(
+_GROUPING = UnsupportedFamily(
     "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here", elsewhere=True
 )
-_SINKS = Refusal("its attention has sinks and its experts have biases and a clamped activation, which aren't done here")
+_SINKS = UnsupportedFamily(
+    "its attention has sinks and its experts have biases and a clamped activation, which aren't done here"
+)
 _LATENT_FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
@@ -45,12 +47,12 @@ _LATENT_FAMILIES = (
     "glm_moe_dsa",
 )
 _GROUPED_FAMILIES = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
-REFUSED: Mapping[str, Refusal] = MappingProxyType(
+REFUSED: Mapping[str, UnsupportedFamily] = MappingProxyType(
     {
         **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
         **dict.fromkeys(_GROUPED_FAMILIES, _GROUPING),
         "gpt_oss": _SINKS,
-        "qwen4_exp": Refusal("its layers aren't those of Qwen3.5, and they aren't done here"),
+        "qwen4_exp": UnsupportedFamily("its layers aren't those of Qwen3.5, and they aren't done here"),
     }
 )
 """Unsupported mixture-of-experts families with the reasons."""

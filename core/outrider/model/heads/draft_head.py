@@ -63,6 +63,21 @@ class BaseDraftHead:
         """Target token of each draft token, int64 [Vd]; None if both vocabularies are the same."""
         return self.output.output_ids if self._head is None else self._ids
 
+    def to_target_tokens(self, drafted: Tensor) -> Tensor:
+        """Return the target's token number for each draft token number in ``drafted``, int64 of any shape, in the same
+        shape.
+        """
+        ids = self.target_ids
+        return drafted if ids is None else self.kernels.gather_rows(ids, drafted.flatten()).view(drafted.shape)
+
+    def expand_to_target(self, probs: Tensor) -> Tensor:
+        """Expand distributions [B, K, Vd] over the draft vocabulary to the target's vocabulary [B, K, V]."""
+        ids = self.target_ids
+        if ids is None:
+            return probs
+        full = probs.new_zeros((*probs.shape[:-1], self.target.config.vocab_size))
+        return full.index_copy_(-1, ids, probs)
+
     @property
     def has_own_output_head(self) -> bool:
         """True if the draft's checkpoint has an output head that isn't the target's."""
@@ -78,7 +93,7 @@ class BaseDraftHead:
         """Return the logits [N, Vd] of the draft vocabulary for hidden states ``hidden`` [N, H]."""
         if self._head is None:
             return self.output.logits(hidden)
-        return self.target.gather_logits(linear(self.kernels, hidden, self._head), self.draft_vocab_size)
+        return self.target.ranks.logits(linear(self.kernels, hidden, self._head), self.draft_vocab_size)
 
     def _forward_layers(
         self, x: ResidualStream, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: KVCache

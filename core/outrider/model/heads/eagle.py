@@ -96,6 +96,8 @@ class Eagle3Weights:
     """Weight [3 Ht] of a norm over the three joined states, or None."""
     state_norms: tuple[Tensor, ...] = ()
     """Three weights [Ht], one norm for each state, or empty."""
+    mask_state: Tensor | None = None
+    """State [H] that a P-EAGLE head reads where the fused target states are unknown; None for other heads."""
 
 
 def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels: KernelSet) -> Tensor:
@@ -167,26 +169,16 @@ class Eagle3Head(BaseDraftHead):
         return super().logits(normed)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PEagleWeights(Eagle3Weights):
-    """Device tensors of a P-EAGLE head."""
-
-    mask_state: Tensor
-    """State [H] that replaces the fused target states at positions where these are unknown."""
-
-
 class PEagleHead(Eagle3Head):
     """Drafts several tokens in one pass. Positions without target states read ``mask_state`` and ``mask_token``.
 
     Such a position follows the last known token and depends on earlier positions only through their keys and values.
     """
 
-    weights: PEagleWeights
-
     def __init__(
         self,
         config: ModelConfig,
-        weights: PEagleWeights,
+        weights: Eagle3Weights,
         target: LanguageModel,
         *,
         mask_token: int,
@@ -202,4 +194,5 @@ class PEagleHead(Eagle3Head):
             norm_before_residual=norm_before_residual,
             norm_output=norm_output,
         )
-        self.mask_token = mask_token
+        assert weights.mask_state is not None  # every P-EAGLE head has one
+        self.mask_token, self.mask_state = mask_token, weights.mask_state

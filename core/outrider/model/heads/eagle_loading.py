@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from outrider.model.heads.eagle import (
     EagleHead,
     EagleWeights,
     PEagleHead,
-    PEagleWeights,
     fuse,
 )
 from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint, loads_head
@@ -316,7 +315,7 @@ def load_peagle(checkpoint: HeadCheckpoint) -> PEagleHead:
         state = fuse(record, tuple(each.contiguous() for each in states), local.rms_eps, target.kernels)
         return PEagleHead(
             local,
-            PEagleWeights(**{each.name: getattr(record, each.name) for each in fields(record)}, mask_state=state[0]),
+            replace(record, mask_state=state[0]),
             target,
             mask_token=mask,
             aux_hidden_state_layers=options.layers,

@@ -140,7 +140,7 @@ class Decoder(LanguageModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, Vd] of ``hidden`` [N, H], gathered from all ranks."""
-        return self.gather_logits(linear(self.kernels, hidden, self.weights.head), self.output_size)
+        return self.ranks.logits(linear(self.kernels, hidden, self.weights.head), self.output_size)
 
     @property
     def output_ids(self) -> Tensor | None:

@@ -70,10 +70,6 @@ class LanguageModel(ABC):
         """Return rows [T, H] of an embedding ``table`` for int64 ``tokens`` [T]. Each rank holds a slice of the table."""
         return self.ranks.embed(self.kernels, tokens, table)
 
-    def gather_logits(self, own: Tensor, vocabulary: int) -> Tensor:
-        """Return logits [N, V] over ``vocabulary`` tokens, gathered from the logits ``own`` of this rank's slice."""
-        return self.ranks.logits(own, vocabulary)
-
     def implementations(self) -> dict[str, Any]:
         """Return the implementations of the ``blocks`` of each layer and of each of the ``primitives``, by name; empty for a
         model that isn't native.
