@@ -107,7 +107,7 @@ class PrefillAttentionCandidate:
     name: str
     attend: Callable[[PrefillOperands], Tensor]
     copies: bool = True
-    """True if the candidate reads a contiguous copy of the context, so that the host must bound the number of rows to copy."""
+    """True if the candidate reads a contiguous copy of the context, so that the host must bound the number of copied rows."""
     alone: bool = False
     """True if the candidate serves only some batches, so that others need a second candidate."""
 

@@ -293,7 +293,12 @@ def _rope_axis_positions(chunk: PrefillChunk, axis: int) -> Sequence[int]:
 
 
 def prefill_inputs(
-    chunks: Sequence[PrefillChunk], staging: Staging, segments: Mapping[str, tuple[int, int]], *, most: int | None = None, has_context: bool = True
+    chunks: Sequence[PrefillChunk],
+    staging: Staging,
+    segments: Mapping[str, tuple[int, int]],
+    *,
+    most: int | None = None,
+    has_context: bool = True,
 ) -> PrefillInputs:
     """Return views of the staged prefill; casts run on the current stream.
 
