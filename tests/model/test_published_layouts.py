@@ -363,7 +363,9 @@ def test_longrope_on_both_sides_of_the_original_context(tmp_path, original):
         engine = engine_of(tmp_path, speculate, draft=tmp_path if speculate == "draft-model" else None)
         assert [tokens_of(engine), tokens_of(engine)] == [expected, expected], speculate
     rewrite(tmp_path, lambda state: None, rope_parameters=rope | {"long_factor": [1.0]})
-    with pytest.raises(CheckpointError, match="longrope has 1 factors in a list, expected half the head size, 4"):
+    with pytest.raises(
+        CheckpointError, match="longrope has 1 factors in a list, expected half the rotated size of a head, 4"
+    ):
         engine_of(tmp_path)
 
 
