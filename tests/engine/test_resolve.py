@@ -293,6 +293,16 @@ def test_ranks_report_the_checkpoints_that_all_of_them_hold():
 def test_too_little_memory_for_states_says_what_to_lower():
     with pytest.raises(OutOfDeviceMemory, match=r"recurrent states take .* GiB: lower max_requests or state_checkpoints"):
         decided(replace(HYBRID_27B, memory=CacheMemory(24 * GIB, 4 * GIB)), max_requests=64)
+    both = (
+        r"2\.0 GiB of KV cache for one request and 8\.6 GiB of recurrent states.* lower max_context, max_requests or state_ch"
+    )
+    with pytest.raises(OutOfDeviceMemory, match=both):
+        decided(
+            replace(HYBRID_27B, memory=CacheMemory(24 * GIB, 10 * GIB)),
+            max_requests=50,
+            state_checkpoints=6,
+            max_context=32768,
+        )
     with pytest.raises(ConfigError, match="the model has no recurrent layers"):
         decided(state_checkpoints=3)
 

@@ -103,11 +103,11 @@ def split(name, values, config, *, fused):
     return {name: values}
 
 
-def write_hybrid_gguf(path, model, *, head=None, fused=False, kv_heads=None):
+def write_hybrid_gguf(path, model, *, head=None, fused=False, kv_heads=None, metadata=()):
     """Write ``model``, with the head of multi-token prediction if given.
 
     ``fused`` is for Qwen3-Next's projection in one tensor, as early files have it. ``kv_heads`` replaces the number of KV
-    heads, for example by a list.
+    heads, for example by a list. ``metadata``: functions that add fields to the writer.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
@@ -134,6 +134,8 @@ def write_hybrid_gguf(path, model, *, head=None, fused=False, kv_heads=None):
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     writer.add_full_attention_interval(4)
+    for add in metadata:
+        add(writer)
     if arch != "qwen35":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

@@ -41,6 +41,24 @@ def test_logits_and_tokens(tmp_path, backend, family):
     assert driver.greedy(PROMPT, 4)[0] == greedy(model, PROMPT, 4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_yarn(tmp_path, backend, family):
+    """A prompt beyond the original context."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 4}
+    rope |= {"partial_rotary_factor": 0.5} | ({} if family == "qwen3_next" else {"mrope_section": [2, 1, 1]})
+    model = model_of(family, head_dim=16, rope_parameters=rope, max_position_embeddings=16)
+
+    def scaling(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(4)
+
+    write_hybrid_gguf(tmp_path / "m.gguf", model, metadata=[scaling])
+    driver = Driver(load_decoder(find_checkpoint(tmp_path / "m.gguf"), backend=backend, dtype=torch.float32), pages=64)
+    made = driver.logits([(driver.sequence(), PROMPT)])
+    torch.testing.assert_close(made, logits(model, PROMPT), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_every_tensor_is_that_of_the_checkpoint(tmp_path, family):
     """The head of multi-token prediction too, which ``--speculate mtp`` then finds in the file."""

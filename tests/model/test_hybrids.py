@@ -75,6 +75,69 @@ def test_the_head_in_the_checkpoint(family, tmp_path, backend):
     assert list(found.token_ids) == greedy(model, prompt, 12)
 
 
+def rewritten_config(directory, change):
+    """Apply ``change`` to the content of config.json."""
+    raw = json.loads((directory / "config.json").read_text())
+    change(raw)
+    (directory / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.update(mtp_num_hidden_layers=2), "the head has 2 layers, expected 1"),
+        (lambda raw: raw.update(mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings is true"),
+        (lambda raw: raw.update(mtp_num_hidden_layers=None), None),
+    ],
+)
+def test_a_head_that_is_not_supported_leaves_the_model_usable(change, message, tmp_path, backend):
+    """A head is chosen by default, so its error says how to decode without it. Cache scales of a head are accepted."""
+    model = random_model("qwen3_5", 3)
+    save(model, tmp_path, head=MtpOracle(model, 4))
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    scales = {f"mtp.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
+    save_file(load_file(shard) | scales, shard, metadata={"format": "pt"})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(scales, shard.name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    rewritten_config(tmp_path, change)
+    config = tiny.plain_config(max_context=64, page_size=4)
+    if message is not None:
+        with pytest.raises(CheckpointError, match=rf"{message}.*\(--speculate none\)"):
+            Engine.from_checkpoint(tmp_path, backend, speculate="mtp", config=config)
+    engine = Engine.from_checkpoint(tmp_path, backend, speculate="none" if message else "mtp", config=config)
+    assert list(engine.generate([PROMPT], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == greedy(
+        model, PROMPT, 4
+    )
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5}
+LONGROPE |= {
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+PUBLISHED = {
+    "interval": ({"num_hidden_layers": 5, "layer_types": None}, {"full_attention_interval": 2}),
+    "text fields under the outer model type": ({}, {"model_type": "qwen3_5"}),
+    "one key head": ({"linear_num_key_heads": 1, "linear_num_value_heads": 7, "linear_conv_kernel_dim": 6}, {}),
+    "yarn": ({"rope_parameters": {**LONGROPE, "rope_type": "yarn"}}, {}),
+    "longrope": ({"head_dim": 16, "rope_parameters": LONGROPE}, {}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_that_are_written_in_other_ways(name, tmp_path, backend):
+    shape, fields = PUBLISHED[name]
+    model = random_model("qwen3_5", 6, **shape, **{key: each for key, each in fields.items() if key != "model_type"})
+    model.save_pretrained(tmp_path)
+    rewritten_config(tmp_path, lambda raw: (raw.update(fields), raw.pop("layer_types") if name == "interval" else None))
+    ours = load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    driver = Driver(ours)
+    torch.testing.assert_close(driver.logits([(driver.sequence(), PROMPT)]), logits(model, PROMPT), rtol=1e-3, atol=1e-3)
+    assert driver.greedy(PROMPT, 3, chunk=4)[0] == greedy(model, PROMPT, 3)
+
+
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
 SIZES |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 PROMPT = [1, 17, 34, 30, 5, 21, 21, 8, 33, 12]

@@ -308,12 +308,18 @@ def test_auto_round_packed_as_gptq(plain, tmp_path, layout, packing, symmetric):
     check(tmp_path, with_weights(plain, state | own), "ngram")
 
 
-def test_auto_round_packed_as_awq_with_another_group_in_one_module(plain, tmp_path):
+@pytest.mark.parametrize("expressions", [False, True])
+def test_auto_round_packed_as_awq_with_another_group_in_single_modules(plain, tmp_path, expressions):
+    """The modules have names or expressions. A name takes precedence, else the first expression."""
     state = write_awq(plain[0], tmp_path)
     said = {"quant_method": "intel/auto-round", "bits": 4, "group_size": 64, "sym": False}
     groups = {key.removesuffix(".weight"): {"group_size": 32} for key in state if "_proj" in key}
-    said |= {"packing_format": "auto_round:auto_awq", "extra_config": groups}
     assert len(groups) == 14
+    if expressions:
+        down = "model.layers.1.mlp.down_proj"
+        other = {"group_size": 128}
+        groups = {r"layers\.1\.mlp\.down": other, r"_proj$": {"group_size": 32}, ".*": other, down: groups[down]}
+    said |= {"packing_format": "auto_round:auto_awq", "extra_config": groups}
     rewrite(tmp_path, lambda state: None, quantization_config=said)
     check(tmp_path, with_weights(plain, state), "ngram")
 
@@ -325,6 +331,10 @@ def test_auto_round_packed_as_awq_with_another_group_in_one_module(plain, tmp_pa
         ({"data_type": "mx_fp4"}, "data_type is 'mx_fp4', expected int"),
         ({"extra_config": {"lm_head": 4}}, "extra_config is .*, expected a JSON object of objects"),
         ({"bits": 3}, "bits is 3, expected 4 or 8"),
+        (
+            {"extra_config": {"(.*)*_proj": {"bits": 8}}},
+            r"the expression '\(\.\*\)\*_proj' .* can't be used: a repeat in a repeat",
+        ),
     ],
 )
 def test_what_auto_round_says_that_is_refused(plain, tmp_path, said, message):
@@ -363,7 +373,9 @@ def test_longrope_on_both_sides_of_the_original_context(tmp_path, original):
         engine = engine_of(tmp_path, speculate, draft=tmp_path if speculate == "draft-model" else None)
         assert [tokens_of(engine), tokens_of(engine)] == [expected, expected], speculate
     rewrite(tmp_path, lambda state: None, rope_parameters=rope | {"long_factor": [1.0]})
-    with pytest.raises(CheckpointError, match="longrope has 1 factors in a list, expected half the head size, 4"):
+    with pytest.raises(
+        CheckpointError, match="longrope has 1 factors in a list, expected half the rotated size of a head, 4"
+    ):
         engine_of(tmp_path)
 
 

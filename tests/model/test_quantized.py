@@ -351,6 +351,7 @@ TENSOR = {"num_bits": 8, "dynamic": True, "strategy": "tensor"}
     [
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes', which isn't supported; supported are compressed"),
         ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'"),
+        ({"bits": 4, "group_size": 64, "mode": "affine"}, "quant_method is 'mlx', which isn't supported"),
         ({"quant_method": "awq"}, r"says that weights are quantised \(awq\), but no weight is stored quantised"),
         ([], r"quantization_config is \[\], expected a JSON object"),
         (

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from model.harness import Driver
-from model.quantized_checkpoints import write_compressed, write_fp8
+from model.quantized_checkpoints import compressed_config, compressor, group_of, rewrite, write_compressed, write_fp8
 from model.test_quantized import DEQUANTIZE, KERNELS, PROMPT, TOLERANCE, ours
 from outrider.device import ConfigError, KernelSet, QuantizedWeight
 from outrider.device.kernels.weights import quantized_products
@@ -151,12 +151,32 @@ def test_ranks_have_parts_of_every_expert(tmp_path, backend, mixture):
             assert torch.equal(stored.scales, all_stored.scales.chunk(2)[rank])
 
 
-def test_experts_stored_in_several_ways_are_refused(tmp_path, backend, mixture):
-    """Static scales that differ from expert to expert, and some experts plain."""
-    write_compressed(mixture.directory, tmp_path, "fp8-channel-dynamic", ignore=("lm_head", "experts.1."))
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: layer 0: its experts are stored as .*plain.*--quantized dequantize"
-    ):
+def write_two_formats(source, out):
+    """Down projections in 8 bits, the other products in 4 bits."""
+    by_format = {"int8-w8a16": ["re:.*down_proj"], "int4-g128": ["Linear"]}
+    groups = {name: group_of(name, targets) for name, targets in by_format.items()}
+
+    def convert(module, weight):
+        return compressor("int8-w8a16" if "down_proj" in module else "int4-g128")(module, weight)
+
+    rewrite(source, out, convert, compressed_config(groups))
+
+
+@pytest.mark.parametrize(
+    ("write", "stored"),
+    [
+        (
+            lambda source, out: write_compressed(source, out, "fp8-channel-dynamic", ignore=("lm_head", "experts.1.")),
+            ".*plain.*",
+        ),
+        (write_two_formats, r"int4 per channel \(gate and up\) and int8 per channel \(down\).*"),
+    ],
+    ids=["some experts plain", "two formats"],
+)
+def test_experts_stored_in_several_ways_are_refused(tmp_path, backend, mixture, write, stored):
+    write(mixture.directory, tmp_path)
+    message = rf"model\.safetensors: layer 0: its experts are stored as {stored}--quantized dequantize"
+    with pytest.raises(CheckpointError, match=message):
         load_decoder(tmp_path, backend=backend, dtype=torch.float32, quantized=KERNELS)
     ours(tmp_path, backend, DEQUANTIZE)
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from outrider.device import Backend, ConfigError
+from outrider.errors import CheckpointError
 from outrider.model import (
     BaseDraftHead,
     Decoder,
@@ -172,7 +173,11 @@ def _build_eagle3(options: DraftOptions) -> Proposer:
 
 def _build_mtp(options: DraftOptions) -> Proposer:
     directory = _draft_directory(options, "mtp", "heads of multi-token prediction")
-    return _MTP_BUILDERS[find_mtp_format(open_checkpoint(directory))](options)
+    build = _MTP_BUILDERS[find_mtp_format(open_checkpoint(directory))]
+    try:
+        return build(options)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; to decode without these heads, take speculate none (--speculate none)") from error
 
 
 def _build_mimo_mtp(options: DraftOptions) -> Proposer:

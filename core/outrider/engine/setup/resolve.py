@@ -272,9 +272,11 @@ class _Decisions:
             # The user's context has priority over the engine's share of the memory.
             most, why = full + 1, f"max_context {context} for one request"
             if most * page_bytes + self._state_bytes > memory.free:
+                states = f" and {self._state_bytes / GIB:.1f} GiB of recurrent states" if self._state_bytes else ""
                 raise OutOfDeviceMemory(
-                    f"max_context is {context}: {most * page_bytes / GIB:.1f} GiB of KV cache for one request, and "
+                    f"max_context is {context}: {most * page_bytes / GIB:.1f} GiB of KV cache for one request{states}, and "
                     f"{memory.free / GIB:.1f} GiB are free; lower max_context"
+                    f"{', max_requests or state_checkpoints' if states else ''}"
                 )
         if config.kv_memory is None:
             enough, why_enough = self._enough_pages(context, shared=memory.shared)

@@ -245,12 +245,12 @@ def _kv_heads(metadata: GgufMetadata, heads: int) -> int:
 def _rope_parameters(metadata: GgufMetadata, context: int, head_dim: int, factors: Tensor | None) -> dict[str, Any]:
     theta = metadata.number("rope.freq_base", 10000.0)
     rotated = metadata.of_model("rope.dimension_count", int, head_dim)
+    common: dict[str, Any] = {"rope_theta": theta}
     if metadata.architecture in HYBRID_FAMILIES:
         sections = [each for each in metadata.of_model("rope.dimension_sections", list, []) if each]
-        axes = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
-        share = rotated / head_dim
-        return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **axes}
-    if rotated != head_dim:
+        common |= {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
+        common["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
         raise ConfigError(
             f"{metadata.architecture}.rope.dimension_count is {rotated}, only the head size {head_dim} is supported"
         )
@@ -258,10 +258,10 @@ def _rope_parameters(metadata: GgufMetadata, context: int, head_dim: int, factor
     if factors is not None:
         return _llama3_parameters(theta, head_dim, factors)
     if kind == "none":
-        return {"rope_type": "default", "rope_theta": theta}
+        return {"rope_type": "default", **common}
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{metadata.architecture}.rope.scaling.type is {shown(kind)}; supported are none, linear and yarn")
-    scaled = {"rope_type": kind, "rope_theta": theta, "factor": metadata.number("rope.scaling.factor")}
+    scaled = {"rope_type": kind, **common, "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
         scaled["original_max_position_embeddings"] = metadata.of_model("rope.scaling.original_context_length", int, context)
     return scaled

@@ -105,7 +105,8 @@ def _family(raw: Mapping[str, Any]) -> str:
     """
     family = raw.get("model_type")
     if isinstance(family, str) and (known := _SAME_DECODER.get(family, family)) in _FAMILIES:
-        return known
+        is_text = f"{known}_text" in _FAMILIES and raw.get("text_config") is None and "hidden_size" in raw
+        return f"{known}_text" if is_text else known
     reason = REFUSED.get(family) if isinstance(family, str) else None
     if reason is not None:
         kind = _NotNativeError if reason.elsewhere else ConfigError

@@ -236,13 +236,13 @@ class ModelConfig:
             raise ConfigError(f"model config: rms_eps is {self.rms_eps}, expected a number of at least 0")
         if self.rope.kind == "dynamic" and self.head_size < 4:
             raise ConfigError(f"model config: head_size is {self.head_size}, expected at least 4 for dynamic rope scaling")
-        for factors in (self.rope.short_factors, self.rope.long_factors):
-            if self.rope.kind == "longrope" and len(factors) != self.head_size // 2:
-                raise ConfigError(
-                    f"model config: longrope has {len(factors)} factors in a list, expected half the head size, "
-                    f"{self.head_size // 2}, in each of short_factor and long_factor"
-                )
         rotated = self.rope.rotated_size(self.head_size)
+        for factors in (self.rope.short_factors, self.rope.long_factors):
+            if self.rope.kind == "longrope" and len(factors) != rotated // 2:
+                raise ConfigError(
+                    f"model config: longrope has {len(factors)} factors in a list, expected half the rotated size of a head, "
+                    f"{rotated // 2}, in each of short_factor and long_factor"
+                )
         if self.rope.sections and sum(self.rope.sections) != rotated // 2:
             raise ConfigError(
                 f"model config: rope sections {self.rope.sections} sum to {sum(self.rope.sections)}, expected half the "

@@ -33,6 +33,7 @@ from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
+from outrider.model.quantization.cache import scale_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +165,7 @@ def load_chained_mtp(checkpoint: HeadCheckpoint) -> MtpHead:
     checkpoint, ignored = _open(checkpoint)
     config = _chained_config(checkpoint)
     targets_of = partial(chained_mtp_targets, config, checkpoint.files.tensors)
+    ignored |= scale_keys(checkpoint.files, [_LAYER])  # the head's cache has the model's dtype
     checkpoint.check(targets_of, optional=ignored)
     with checkpoint.load(config, targets_of) as (local, weights):
         record = mtp_weights(weights, HEAD_NAME, local.experts)

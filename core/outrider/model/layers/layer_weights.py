@@ -176,7 +176,10 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
     experts, gate_up, down = config.experts, weights.gate_up, weights.down
     if experts is None:
         raise ConfigError(f"layer {index} has a router, and the config has no experts; expected both or none")
-    kinds = {isinstance(each, QuantizedWeight) for each in (gate_up, down)}
+    kinds = {
+        (each.format, each.activations, each.activation_group) if isinstance(each, QuantizedWeight) else None
+        for each in (gate_up, down)
+    }
     if len(kinds) > 1 or any(isinstance(each, SplitWeight) for each in (gate_up, down)):
         raise ConfigError(
             f"layer {index}: its experts are stored as {label(gate_up)} (gate and up) and {label(down)} "

@@ -31,6 +31,8 @@ from outrider.model.quantization.storages import (
 )
 
 _EXPRESSION_PREFIX = "re:"
+_EXPRESSION_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
+"""Characters that mark a name in AutoRound's config as an expression."""
 _MAX_CHARACTERS = 512
 _MAX_OPEN_REPEATS = 4
 """Maximum number of open repeats (``*``, ``+``) in an expression. The matching time can grow with this power of the name's
@@ -56,6 +58,11 @@ def checked_pattern(target: str) -> str:
     except (re.error, ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(f"the expression {shown(text)} of a config can't be used: {error}") from error
     return target
+
+
+def _checked_expression(text: str) -> str:
+    """Return the expression ``text`` unchanged. Errors are those of :func:`checked_pattern`."""
+    return checked_pattern(f"{_EXPRESSION_PREFIX}{text}").removeprefix(_EXPRESSION_PREFIX)
 
 
 def _parser() -> Any:
@@ -160,6 +167,8 @@ def _method_of(path: Path, config: Mapping[str, Any]) -> str | None:
     """Return the quantization method of a config that doesn't name one, derived from the file of the config, or None."""
     if path.name == _LEGACY_FILES[1] or "w_bit" in config:
         return "awq"
+    if path.name not in _LEGACY_FILES and {"bits", "group_size"} <= config.keys():
+        return "mlx"  # MLX writes no method
     return "gptq" if path.name == _LEGACY_FILES[0] else None
 
 
@@ -321,7 +330,7 @@ def _gptq(config: Mapping[str, Any]) -> FindScheme:
         raise ConfigError(f"dynamic is {shown(dynamic)}, expected a JSON object")
     rules: list[tuple[re.Pattern[str], Scheme | None]] = []
     for key, override in dynamic.items():
-        expression = re.compile(checked_pattern(f"re:{key[2:] if key[:2] in ('-:', '+:') else key}").removeprefix("re:"))
+        expression = re.compile(_checked_expression(key[2:] if key[:2] in ("-:", "+:") else key))
         if not isinstance(override, dict):
             raise ConfigError(f"dynamic[{shown(key)}] is {shown(override)}, expected a JSON object")
         rules.append((expression, None if key.startswith("-:") else _gptq_scheme({**config, **override})))
@@ -353,8 +362,8 @@ def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
 
 
 def _auto_round(config: Mapping[str, Any]) -> FindScheme:
-    """Return the scheme finder of AutoRound's config: words packed as by GPTQ or AWQ, with other settings for single modules
-    in ``extra_config``.
+    """Return the scheme finder of AutoRound's config: words packed as by GPTQ or AWQ, with other settings in
+    ``extra_config`` for modules, by their names or by expressions. A name takes precedence.
     """
     packing, data_type, extra = config.get("packing_format"), config.get("data_type", "int"), config.get("extra_config") or {}
     name = "auto_gptq" if packing is None else str(packing).removeprefix("auto_round:")
@@ -372,8 +381,15 @@ def _auto_round(config: Mapping[str, Any]) -> FindScheme:
             return lambda module: None
         return _awq({**fields, "zero_point": not _flag(fields, "sym", True)}) if name == "auto_awq" else _gptq(fields)
 
-    default, by_module = parse(common), {module: parse({**common, **fields}) for module, fields in extra.items()}
-    return lambda module: by_module.get(module, default)(module)
+    default, by_name = parse(common), {name: parse({**common, **fields}) for name, fields in extra.items()}
+    marked = [name for name in extra if not _EXPRESSION_CHARACTERS.isdisjoint(name)]
+    expressions = [(re.compile(_checked_expression(name)), by_name[name]) for name in marked]
+
+    def find(module: str) -> Scheme | None:
+        matching = (scheme for expression, scheme in expressions if expression.search(module))
+        return (by_name.get(module) or next(matching, default))(module)
+
+    return find
 
 
 def _word_layout(config: Mapping[str, Any], older_key: str, default: str) -> tuple[str, object]:
