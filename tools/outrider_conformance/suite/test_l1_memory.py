@@ -297,9 +297,10 @@ def test_copies_of_many_buffers_are_pending_at_once(lab: Lab) -> None:
     expect([lab.current_values(buffer) for buffer in buffers], numbers, "of all buffers")
     received = lab.full(stream, 0, width=len(buffers) * len(x)).view(len(buffers), len(x))
     lab.slow(stream)
-    with backend.on(stream):
-        buffers = [backend.empty_pinned("same", (len(x),), torch.float32).tensor for _ in buffers]
-    for number, buffer in enumerate(buffers):
-        buffer.fill_(number)
-        backend.copy_async(received[number], buffer, stream=stream)
+    buffers.clear()
+    for number, row in enumerate(received):
+        with backend.on(stream):
+            buffers.append(backend.empty_pinned("same", (len(x),), torch.float32).tensor)
+        buffers[number].fill_(number)
+        backend.copy_async(row, buffers[number], stream=stream)
     expect(lab.read_tensor(stream, received[:, 0]), numbers, "of tensors that buffers were copied to")
