@@ -193,10 +193,8 @@ def test_no_verb_leaves_another_stream_current(lab: Lab) -> None:
         with backend.on(here):
             verb()
             early.copy_(x)
-        for stream in (a, b):
-            lab.slow(stream)
-        with backend.on(here):
-            verb()
+            for stream in (a, b):
+                lab.slow(stream)
             late.copy_(x)
         here.synchronize()
         found = [lab.current_values(early), lab.current_values(late)]
