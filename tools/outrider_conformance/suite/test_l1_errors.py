@@ -131,7 +131,7 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
     fallible(lab)
 
     def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
+        a, b, c = lab.streams("a", "b", "c")
         x, z = lab.full(a, 0), lab.full(b, 0)
         graph = triple(lab, a)
         lab.fill_late(a, x, 1)
@@ -140,7 +140,7 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
             time.sleep(_DELAYS * lab.pace.target_ms / 1e3)  # it has failed by now, where the device has a clock
         graph.replay(a)
         lab.fill(b, z, 3)
-        backend.create_stream("waits").wait(lab.record(a))
+        c.wait(lab.record(a))
         with pytest.raises(DeviceFault):
             a.synchronize()
         b.synchronize()
