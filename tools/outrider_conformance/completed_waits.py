@@ -6,6 +6,7 @@ finds the call.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -13,7 +14,10 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from outrider.device import Backend, DeviceError, Event, Stream
-from outrider_conformance.promises import first_sentence
+from outrider_conformance.promises import blamed_on
+
+_EARLY_FRACTION, _CLOCK_S = 0.9, 0.01
+"""A wait that gives up before this fraction of its limit, less the step of a coarse clock in seconds, is too early."""
 
 
 class _Record(NamedTuple):
@@ -35,7 +39,8 @@ class _Record(NamedTuple):
 def checking_waits() -> Generator[None]:
     """Check every return of ``synchronize`` of an event, a stream or a backend inside the scope, on any thread.
 
-    Raises :class:`AssertionError` in the wait if a record that it covers is pending, or has failed and the wait didn't raise.
+    Raises :class:`AssertionError` in the wait if a record that it covers is pending, or has failed and the wait didn't raise,
+    and if ``synchronize_within`` returns False before its limit.
     Devices whose schedule a tool controls aren't checked: a query is a step of their schedules.
     """
     latest: weakref.WeakKeyDictionary[Stream, _Record] = weakref.WeakKeyDictionary()
@@ -81,16 +86,19 @@ def _checked(member: str, method: Callable[..., Any], covered: Callable[[Any], I
     def wait(waited: Any, *args: Any, **kwargs: Any) -> Any:
         backend: Backend = waited if isinstance(waited, Backend) else waited.backend
         records = () if backend.control is not None else covered(waited)
+        began = time.monotonic()
         result, fault = method(waited, *args, **kwargs), ""
+        spent = time.monotonic() - began
         try:
             if result is not False and any(each.is_pending for each in records):
                 fault = "a record that it covers is pending"
+            if result is False and spent < _EARLY_FRACTION * args[0] - _CLOCK_S:
+                fault = f"it gave up after {spent:.2g} s of {args[0]:g} s: are these other units, or whole seconds?"
         except DeviceError as failed:  # raised here, the error would hide that the wait has not raised it
             fault = f"work that it covers has failed: raise this error there: {failed}"
         if fault:
-            error = AssertionError(f"{member} has returned, and {fault}")
-            error.promise = first_sentence(member)  # type: ignore[attr-defined]
-            raise error
+            with blamed_on(member):
+                raise AssertionError(f"{member} has returned, and {fault}")
         return result
 
     return wait

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -37,6 +38,18 @@ def needs(*abilities: str) -> Callable[[_Test], _Test]:
         return pytest.mark.needs(*abilities)(test)  # type: ignore[no-any-return]
 
     return mark
+
+
+@contextmanager
+def blamed_on(member: str) -> Generator[None]:
+    """Let a failed check inside the scope name the first sentence of ``member`` as the broken promise, instead of the
+    promise of its test.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        error.promise = first_sentence(member)  # type: ignore[attr-defined]
+        raise
 
 
 def first_sentence(member: str) -> Promise:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.mutants import unseen_backends
+from conformance.mutants import unseen_backends, unseen_verbs
 from conformance.mutants.catalogue import patched
 from conformance.mutants.generated import kernels, reach
 from conformance.mutants.unseen_operands import faults
@@ -638,7 +638,7 @@ def _at_most(count):
 
 
 def backends() -> Iterator[Unseen]:
-    for fault, base, level, apply, promise, test, near, fast in unseen_backends.faults():
+    for fault, base, level, apply, promise, test, near, fast in (*unseen_backends.faults(), *unseen_verbs.faults()):
         yield Unseen(fault, base, level, apply, (promise,), (test,), near, fast=fast)
 
 

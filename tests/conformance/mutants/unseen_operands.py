@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from conformance.mutants.generated import reach
 
 Kernel = Callable[..., Any]
@@ -24,7 +26,17 @@ def faults() -> Iterator[tuple[str, str, Callable[[Kernel], Kernel]]]:
     )
     yield "a norm of an odd size drops the last element", "rms_norm", _given(lambda k: _odd(k["x"]), x=_without_last)
     yield "gates above 20 are clamped", "silu_mul", _given(lambda k: k["gate_up"].max() > 20, gate_up=_clamped)
-    yield "a row of NaN spoils the others", "linear", _spoils_rows
+    yield "a row of NaN spoils the others", "linear", _spoils_rows("x")
+    yield "a query of NaN spoils the others", "paged_attention", _spoils_rows("q")
+    yield "rows are gathered by a product with zeros", "gather_rows", _one_hot
+    yield "rows are scattered by a product with zeros", "scatter_rows", _blended("state")
+    yield "moved rows are blended by a product with zeros", "move_cache", _blended("k_cache", "v_cache")
+    for kernel, outputs in _OUTPUTS.items():
+        yield f"outputs of {kernel} are added up", kernel, _adds(*outputs)
+    for kernel in ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule"):
+        yield f"{kernel} multiplies an earlier state by zero", kernel, _times_zero
+    yield "keys of zeros have no direction", "gated_delta_rule", _no_direction
+    yield "the root of a key's norm holds 2e-10", "gated_delta_rule", _small_addend
     yield "scales of 16 bits are read as float32", "linear_quantized", _given(_half_scales, weight=_misread_scales)
     yield "a bias needs two dimensions", "linear_quantized", _given(lambda k: k["x"].dim() == 3, bias=lambda _: None)
     yield "activations outside a given scale aren't clamped", "linear_quantized", _given(_beyond, x=lambda x: x * 1.5)
@@ -77,8 +89,6 @@ def _wide(k, name):
 
 
 def _misread(weight):
-    import torch
-
     return weight.view(torch.bfloat16)[: weight.shape[0]]
 
 
@@ -96,12 +106,106 @@ def _clamped(x):
     return x.clamp(max=8)
 
 
-def _spoils_rows(kernel):
-    def product(**k):
-        reach()
-        return kernel(**k) + 0 * k["x"].sum()
+def _spoils_rows(name):
+    def make(kernel):
+        def product(**k):
+            reach()
+            return kernel(**k) + 0 * k[name].sum()
 
-    return product
+        return product
+
+    return make
+
+
+_OUTPUTS = {
+    "copy_rows": ("out",),
+    "gather_requests": ("found",),
+    "find_nan": ("found",),
+    "gather_checked": ("found",),
+    "place_tokens": ("positions", "slots", "seq_lens"),
+    "publish_accepted": ("results",),
+    "place_accepted": ("following", "last", "positions"),
+    "verify_checked": ("found",),
+}
+
+
+def _adds(*names):
+    def make(kernel):
+        def add(**k):
+            before = [k[name].clone() for name in names]
+            made = kernel(**k)
+            reach()
+            for name, old in zip(names, before, strict=True):
+                k[name].add_(old)
+            return made
+
+        return add
+
+    return make
+
+
+def _one_hot(kernel):
+    def gather(**k):
+        state = k["state"]
+        if not state.is_floating_point() or len(state) > 1 << 12:
+            return kernel(**k)
+        reach()
+        chosen = (k["rows"].unsqueeze(1) == torch.arange(len(state))).to(state.dtype)
+        return (chosen @ state.flatten(1)).view(-1, *state.shape[1:])
+
+    return gather
+
+
+def _blended(*names):
+    def make(kernel):
+        def write(**k):
+            before = [k[name].clone() for name in names]
+            kernel(**k)
+            for name, old in zip(names, before, strict=True):
+                if old.is_floating_point() and old.element_size() > 1:
+                    reach()
+                    k[name].add_(torch.where(k[name] == old, 0, old * 0))
+
+        return write
+
+    return make
+
+
+def _times_zero(kernel):
+    def recurrent(**k):
+        batch = k["batch"]
+        counts = batch.query_start.diff()
+        left = torch.where(batch.seq_lens == counts, k["state"][batch.rows].flatten(1).sum(1) * 0, 0)
+        made = kernel(**k)
+        reach()
+        left = left.repeat_interleave(counts)
+        made[: len(left)] += left.view(-1, *[1] * (made.dim() - 1))
+        return made
+
+    return recurrent
+
+
+def _no_direction(kernel):
+    def rule(**k):
+        zero = (k["mixed"] == 0).all(-1)
+        made = kernel(**k)
+        if zero.any():
+            reach()
+            made[zero] = torch.nan
+        return made
+
+    return rule
+
+
+def _small_addend(kernel):
+    def rule(**k):
+        reach()
+        heads, _, size = k["state"].shape[1:]
+        mixed = k["mixed"].clone()
+        mixed[:, : mixed.shape[1] - heads * size] *= 64
+        return kernel(**{**k, "mixed": mixed})
+
+    return rule
 
 
 def _half_scales(k):
@@ -109,8 +213,6 @@ def _half_scales(k):
 
 
 def _misread_scales(weight):
-    import torch
-
     return replace(weight, scales=weight.scales.view(torch.int16).float())
 
 

@@ -102,8 +102,12 @@ class ProgramRun:
         backend.synchronize()
 
     def _create_event(self, number: int) -> Event:
-        """Create an event. Every second one measures time, where the backend can: it must order work all the same."""
-        return self.backend.create_event(f"e{number}", timing=self.backend.capabilities.event_timing and number % 2 == 1)
+        """Create an event, in the scope of a stream that may be another one than it's recorded on. Every second one measures
+        time, where the backend can: it must order work all the same.
+        """
+        timing = self.backend.capabilities.event_timing and number % 2 == 1
+        with self.backend.on(self.streams[number % len(self.streams)]):
+            return self.backend.create_event(f"e{number}", timing=timing)
 
     def run_program(self) -> None:
         """Run all steps and check the final memory. Raises :class:`WrongProgramValue` or :class:`StepFailed`."""

@@ -338,7 +338,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     moves = shape["moves"]
     pages = moves // page + 3 + (MANY // page if shape.get("far") else 0)
     kv_heads = 1 if shape.get("far") else 2
-    caches = [_as_stored(dice.normal(pages, page, kv_heads, size, dtype=dtype), cache) for _ in range(2)]
+    caches = [dice.normal(pages, page, kv_heads, size, dtype=dtype) for _ in range(2)]
     sources = dice.integers(page, pages * page, moves)
     destinations = _distinct_slots(moves, page, pages * page, dice)
     half = moves // 2
@@ -349,7 +349,11 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
         kept[destinations] = False
         alone = int(kept[page:].nonzero()[0]) + page
         sources[-1] = destinations[-1] = alone
+    stale = destinations[~torch.isin(destinations, sources)]
+    for pages_of in caches:  # a product with zeros isn't zero
+        pages_of.view(-1, kv_heads, size)[stale] = torch.nan
     wanted = {}
+    caches = [_as_stored(each, cache) for each in caches]
     for name, pages_of in zip(("k_cache", "v_cache"), caches, strict=True):
         after = pages_of.to(torch.float64, copy=True).view(-1, kv_heads, size)
         after[destinations] = after[sources].clone()

@@ -50,6 +50,11 @@ def _numbers(shape: Shape, dtype: torch.dtype, dice: RandomValues, *many: int) -
     return dice.integers(-(1 << 62), 1 << 62, *many) if shape["whole"] else dice.normal(*many, dtype=dtype)
 
 
+def _stale(like: Tensor) -> Tensor:
+    """Return the contents of an output before the call, which the kernel must overwrite: NaN, or the number 7."""
+    return torch.full_like(like, torch.nan if like.is_floating_point() else 7)
+
+
 def _unchanged(x: Tensor) -> Wanted:
     """Return the expected result of a copy of ``x``."""
     return bounds.exact(x) if x.is_floating_point() else x
@@ -59,13 +64,17 @@ def _gather(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     state = _state(shape, dtype, dice)
     rows = dice.integers(0, state.shape[0], shape["batch"])
     rows[-1] = state.shape[0] - 1
+    if not shape["whole"]:  # a product with zeros isn't zero
+        unread = torch.ones(len(state), dtype=torch.bool)
+        unread[rows] = False
+        state[unread] = torch.nan
     operands = {"state": Operand(state), "rows": Operand(rows)}
     return Problem(operands, kernel_call("gather_rows", *operands), {"out": _unchanged(state[rows])})
 
 
 def _copy(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     source = dice.normal(shape["batch"], shape["width"], dtype=dtype)
-    out = Operand(torch.zeros_like(source), "wide")
+    out = Operand(_stale(source), "wide")
     operands = {"source": Operand(source, "wide" if shape["flag"] else "rows"), "out": out}
 
     return Problem(operands, kernel_call("copy_rows", *operands), {"out": bounds.exact(source)})
@@ -75,6 +84,8 @@ def _scatter(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     state = _state(shape, dtype, dice)
     rows = _rows(dice, shape["batch"], state.shape[0])
     values = _numbers(shape, dtype, dice, shape["batch"], *state.shape[1:])
+    if not shape["whole"]:
+        state[rows[rows > 0]] = torch.nan
     after = state.clone()
     after[rows[rows > 0]] = values[rows > 0]
     operands = {"state": Operand(state), "rows": Operand(rows), "values": Operand(values, "wide")}
@@ -100,10 +111,10 @@ def _requests(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     for name, value in state.items():
         taken = value if name == "rows" or (name == "lens" and not by_row) else value[rows]
         wanted[f"own_{name}"] = taken if not taken.is_floating_point() else bounds.exact(taken)
-    own = {f"own_{name}": Operand(torch.zeros(batch, *value.shape[1:], dtype=value.dtype)) for name, value in state.items()}
+    own = {f"own_{name}": Operand(_stale(value[rows] if len(value) == requests else value)) for name, value in state.items()}
     wanted["found"] = torch.full((batch, 6), -1)
     operands = {name: Operand(value) for name, value in state.items()} | own
-    operands["found"] = Operand(torch.zeros(batch, 6, dtype=torch.int64), "wide")
+    operands["found"] = Operand(_stale(torch.zeros(batch, 6, dtype=torch.int64)), "wide")
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         read = RequestRows(o["last_tokens"], o["seeds"], o["temperature"], o["tables"])
@@ -142,7 +153,7 @@ def _find(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     x = _spoil(dice.normal(shape["batch"], shape["width"], dtype=dtype), dice)
     operands = {
         "x": Operand(x, "wide" if shape["flag"] else "rows"),
-        "found": Operand(torch.zeros(shape["batch"], 2, dtype=torch.int64), "wide"),
+        "found": Operand(_stale(torch.zeros(shape["batch"], 2, dtype=torch.int64)), "wide"),
     }
 
     return Problem(operands, kernel_call("find_nan", *operands), {"found": _first(x.isnan(), None)})
@@ -178,8 +189,8 @@ def _checked_gather(source: Tensor, limits: tuple[int, int] | None, shape: Shape
         out = torch.where((found[:, :1] < 0), value, limits[0])
     operands = {
         "source": Operand(source),
-        "out": Operand(torch.zeros_like(value)),
-        "found": Operand(torch.zeros_like(found), "wide"),
+        "out": Operand(_stale(value)),
+        "found": Operand(_stale(found), "wide"),
     }
     if rows is not None:
         operands["rows"] = Operand(rows)
@@ -213,7 +224,7 @@ def _place(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     values = (positions, slots, seq_lens)
     operands = {"lens": Operand(lens), "tables": Operand(tables)}
     layouts = ("wide", "columns", "wide")
-    operands |= {n: Operand(torch.zeros_like(v), how) for n, v, how in zip(names, values, layouts, strict=True)}
+    operands |= {n: Operand(_stale(v), how) for n, v, how in zip(names, values, layouts, strict=True)}
 
     return Problem(
         operands, kernel_call("place_tokens", "lens", "tables", page, last, *names), dict(zip(names, values, strict=True))
@@ -249,8 +260,8 @@ def _publish(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     }
     operands = {name: Operand(value) for name, value in (("rows", rows), ("lens", lens), ("tokens", tokens))}
     operands |= {"accepted": Operand(accepted), "lengths": Operand(lengths), "last_tokens": Operand(last)}
-    operands["results"] = Operand(torch.zeros(batch, 1 + shape["count"], dtype=torch.int64), "wide")
-    operands |= {"own_tokens": Operand(torch.zeros_like(tokens)), "own_accepted": Operand(torch.zeros_like(accepted))}
+    operands["results"] = Operand(_stale(torch.zeros(batch, 1 + shape["count"], dtype=torch.int64)), "wide")
+    operands |= {"own_tokens": Operand(_stale(tokens)), "own_accepted": Operand(_stale(accepted))}
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         decided, own = (o["tokens"], o["accepted"]), (o["own_tokens"], o["own_accepted"])
@@ -270,7 +281,7 @@ def _extend(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         "positions": lens + accepted + 2,
     }
     operands = {"lens": Operand(lens), "tokens": Operand(tokens), "accepted": Operand(accepted)}
-    operands |= {name: Operand(torch.zeros_like(value)) for name, value in wanted.items() if isinstance(value, Tensor)}
+    operands |= {name: Operand(_stale(value)) for name, value in wanted.items() if isinstance(value, Tensor)}
 
     names = ("lens", "tokens", "accepted", "following", "last", "positions")
     return Problem(operands, kernel_call("place_accepted", *names), wanted)

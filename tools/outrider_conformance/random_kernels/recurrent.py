@@ -57,6 +57,13 @@ def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], Se
     return operands, list(zip(rows, starts[:-1], counts, fresh, strict=True)), starts[-1] + padding
 
 
+def _spoil_unread(state: Tensor, sequences: Sequences) -> Tensor:
+    """Write NaN to the rows of ``state`` that no sequence reads: also to those of sequences without earlier tokens."""
+    read = {row for row, _, _, fresh in sequences if not fresh}
+    state[[row for row in range(1, len(state)) if row not in read]] = torch.nan
+    return state
+
+
 def _batch(o: Mapped, shape: Shape) -> RecurrentBatch:
     uniform = not shape["ragged"] and not shape["padding"]
     return RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], shape["new"], uniform=uniform)
@@ -66,9 +73,14 @@ def _committed(shape: Shape, count: int, dice: RandomValues) -> int:
     return int(dice.integers(1, count + 1, 1)) if shape["partial_commit"] else count
 
 
+def _largest(value: Tensor) -> float:
+    """Return 1 plus the largest magnitude in ``value``, NaN left out."""
+    return 1.0 + float(value.abs().nan_to_num(0.0).max())
+
+
 def _with_error(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
     """Return ``value`` with the error of ``steps`` tokens, relative to its largest magnitude."""
-    error = torch.full_like(value, _ROUNDINGS * steps * bounds.wide(dtype) * (1.0 + float(value.abs().max())))
+    error = torch.full_like(value, _ROUNDINGS * steps * bounds.wide(dtype) * _largest(value))
     return bounds.Number(value, error)
 
 
@@ -90,7 +102,7 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     operands, sequences, tokens = _sequences(shape, dice)
     channels, kernel = shape["channels"], shape["kernel_size"]
     x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
-    state = dice.normal(shape["batch"] + 2, kernel - 1, channels, dtype=dtype)
+    state = _spoil_unread(dice.normal(shape["batch"] + 2, kernel - 1, channels, dtype=dtype), sequences)
     commit = torch.tensor([_committed(shape, count, dice) for _, _, count, _ in sequences])
     made, after = _convolve(x, weight, state, sequences, commit)
     operands |= {"x": Operand(x, "wide"), "weight": Operand(weight), "state": Operand(state), "commit": Operand(commit)}
@@ -100,7 +112,8 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
         return {"out": kernels.short_convolution(o["x"], o["weight"], o["state"], _batch(o, shape), committed)}
 
     unit = _of_tokens(bounds.rounded(_with_error(made, kernel, dtype), dtype, 2.0), sequences)
-    return Problem(operands, call, {"out": unit, "state": state if shape["uncommitted"] else _of_rows(bounds.exact(after))})
+    wanted = bounds.exact(state) if shape["uncommitted"] else _of_rows(bounds.exact(after))
+    return Problem(operands, call, {"out": unit, "state": wanted})
 
 
 def _of_tokens(x: bounds.Number, sequences: Sequences) -> bounds.Number:
@@ -158,12 +171,16 @@ def _rule_operands(
     heads = key_heads * shape["repeats"]
     gates = dice.normal(tokens, 2 * heads, dtype=dtype)
     gates[::3] *= 16  # exponentials overflow
+    mixed = dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)
+    mixed[1::3] *= 2.0**-9  # the number under the root of a norm counts
+    mixed[2::6] = 0
+    state = dice.normal(shape["batch"] + 2, heads, key, value, dtype=_wide(dtype))
     operands |= {
-        "mixed": Operand(dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)),
+        "mixed": Operand(mixed),
         "gates": Operand(gates, "wide"),
         "a_log": Operand(dice.normal(heads, dtype=_wide(dtype))),
         "dt_bias": Operand(dice.normal(heads, dtype=_wide(dtype))),
-        "state": Operand(dice.normal(shape["batch"] + 2, heads, key, value, dtype=_wide(dtype))),
+        "state": Operand(_spoil_unread(state, sequences)),
         "commit": Operand(torch.tensor([each[2] if whole else _committed(shape, each[2], dice) for each in sequences])),
     }
     return operands, sequences
@@ -189,12 +206,12 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
     steps = shape["new"] + shape["key_size"]
     if chunks and dtype.itemsize < 4:  # the products of a chunk may round their operands
         factor = _CHUNK_ROUNDINGS * torch.finfo(dtype).eps
-        errors = [torch.full_like(each, factor * (1.0 + float(each.abs().max()))) for each in (made, after)]
+        errors = [torch.full_like(each, factor * _largest(each)) for each in (made, after)]
         out = _of_tokens(bounds.rounded(bounds.Number(made, errors[0]), dtype), sequences)
         return Problem(operands, call, {"out": out, "state": _of_rows(bounds.Number(after, errors[1]))})
     out = _of_tokens(bounds.rounded(_with_error(made, steps, dtype), dtype), sequences)
     wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.Number(out.value[defined], out.error[defined])}
-    wanted["state"] = _of_rows(_with_error(after, steps, dtype)) if writes else operands["state"].tensor
+    wanted["state"] = _of_rows(_with_error(after, steps, dtype)) if writes else bounds.exact(operands["state"].tensor)
     return Problem(operands, call, wanted)
 
 

@@ -157,7 +157,7 @@ def _checked(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "draft_tokens": Operand(drafts, "columns" if count else "rows"),
         **_row_operands(temperature, seeds, positions),
-        "found": Operand(torch.zeros(batch, 2, dtype=torch.int64), "wide"),
+        "found": Operand(torch.full((batch, 2), 7), "wide"),
     }
 
     def check(made: Mapped) -> None:

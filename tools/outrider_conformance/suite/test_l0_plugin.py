@@ -219,15 +219,18 @@ BUILDS_ON: Mapping[str, str] = MappingProxyType(
         "captures_in_part": "captures_graphs",
         "updates_graph_params": "captures_graphs",
         "row_exact_accesses": "reports_accesses",
+        "captures_collectives": "collectives",
+        "peer_memory": "collectives",
     }
 )
 """For each ability that builds on another one, the ability on which it builds."""
 
 
 @promise("Backend.capabilities", "Return the capabilities of the device. Constant over the backend's life.")
-def test_capabilities_are_constant(backend: Backend) -> None:
-    """Capabilities are the same record before and after work, and each field has its type."""
+def test_capabilities_are_constant(kit: Kit, backend: Backend) -> None:
+    """Capabilities are the same record before and after work and in each backend object, and each field has its type."""
     before = backend.capabilities
+    expect(before.as_dict(), kit.facts["capabilities"], "capabilities, compared with those of the first backend object")
     assert isinstance(before, Capabilities), f"capabilities is a {type(before).__name__}"
     stream = backend.create_stream("s")
     with backend.on(stream):
@@ -286,6 +289,9 @@ def test_declared_abilities_fit_together(backend: Backend) -> None:
     has = backend.capabilities
     for ability, base in BUILDS_ON.items():
         assert getattr(has, base) or not getattr(has, ability), f"{ability} is declared without {base}"
+    for ability, verb in (("captures_graphs", "_capture"), ("flags", "_create_flag"), ("collectives", "_create_group")):
+        own = getattr(type(backend), verb) is not getattr(Backend, verb)
+        assert own or not getattr(has, ability), f"{ability} is declared, and the plugin doesn't implement {verb}"
     assert not (has.asynchronous and has.host_writes_memory), "host_writes_memory is declared together with asynchronous"
 
 
@@ -324,6 +330,10 @@ def test_the_policy_is_well_formed(backend: Backend) -> None:
     assert all(isinstance(what, Recompute) for what in sync.recompute_after_join), sync.recompute_after_join
     for name in ("exact_host_lengths", "results_on_forward", "fused_host_wait", "rebind_params"):
         assert isinstance(getattr(sync, name), bool), f"{name} is {getattr(sync, name)!r}"
+    lengths, size = sync.draft_lengths, sync.bytes_per_request
+    assert lengths is None or (lengths and all(type(n) is int and n > 0 for n in lengths)), f"draft_lengths is {lengths!r}"
+    assert type(size) is int, f"bytes_per_request is {size!r}"
+    assert size >= 0, f"bytes_per_request is {size}"
     if sync.rebind_params and backend.capabilities.captures_graphs:
         assert backend.capabilities.updates_graph_params, "rebind_params needs updates_graph_params"
 
@@ -334,7 +344,7 @@ def test_no_checked_method_is_overridden(backend: Backend) -> None:
     stream, event = backend.create_stream("s"), backend.create_event("e")
     kept: list[tuple[object, type, tuple[str, ...]]] = [
         (stream, Stream, ("record", "wait", "synchronize", "query")),
-        (event, Event, ("query", "synchronize", "elapsed_ms", "generation")),
+        (event, Event, ("query", "synchronize", "synchronize_within", "elapsed_ms", "generation")),
         (
             backend,
             Backend,
@@ -382,7 +392,8 @@ def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> Non
             raise error
 
     torchs = error_of(lambda: torch.ones(2) + torch.ones(3))
-    for error in (CapabilityError("typed already"), torchs or ValueError(), *builtin_exceptions()):
+    bare = ValueError(), KeyError(3), OSError(5, "of the test")
+    for error in (CapabilityError("typed already"), *bare, *([torchs] if torchs is not None else []), *builtin_exceptions()):
         if not isinstance(error, MemoryError | NotImplementedError):  # these are the device's
             found = error_of(partial(fail, error))
             assert found is error, f"translate_error turns {error!r} into {found!r}: return None unless the device raised it"

@@ -14,6 +14,7 @@ from outrider.device import Backend
 from outrider_conformance.lab import CALLS, WIDTH, Lab, expect, in_every_order, observing
 from outrider_conformance.programs.language import pattern
 from outrider_conformance.promises import needs, promise
+from outrider_conformance.random_kernels.problem import MANY
 from outrider_conformance.reporting.verdict import not_applicable
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -162,19 +163,19 @@ def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
 @promise("Backend.copy_async", "device to device, pinned host to device, or back.")
 @pytest.mark.parametrize("length", _LENGTHS)
 def test_every_byte_of_a_long_copy_arrives(lab: Lab, length: int) -> None:
-    """A round trip over two device tensors returns every element, and changes none after it."""
+    """A round trip over two device tensors, from the second element on, returns every element and changes no other."""
     backend = lab.backend
     (stream,) = lab.streams("s")
-    up, down = (backend.empty_pinned(name, (length + 1,), torch.int32).tensor for name in ("up", "down"))
-    torch.arange(length + 1, out=up)
+    up, down = (backend.empty_pinned(name, (length + 2,), torch.int32).tensor for name in ("up", "down"))
+    torch.arange(length + 2, out=up)
     down.fill_(-1)
     with backend.on(stream):
-        here, there = (torch.full((length + 1,), -1, dtype=torch.int32, device=backend.device) for _ in range(2))
+        here, there = (torch.full((length + 2,), -1, dtype=torch.int32, device=backend.device) for _ in range(2))
     for destination, source in ((here, up), (there, here), (down, there)):
-        backend.copy_async(destination[:length], source[:length], stream=stream)
+        backend.copy_async(destination[1:-1], source[1:-1], stream=stream)
     stream.synchronize()
     right = down == up
-    right[length] = down[length] == -1
+    right[0], right[-1] = down[0] == -1, down[-1] == -1
     assert right.all(), f"{int((~right).sum())} of {length} elements are wrong, the first at {int((~right).nonzero()[0])}"
 
 
@@ -201,6 +202,22 @@ def test_copies_reach_far_into_a_tensor(lab: Lab, where: str) -> None:
     found = large.cpu()
     expect(set(found[far:].tolist()), {2 if where == "on the device" else 3}, "what a copy wrote far into a tensor")
     expect(bool((found[:far] == 1).all()), True, "that everything before it stayed as it was")
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+def test_a_copy_between_columns_of_many_rows(lab: Lab) -> None:
+    """A column of 65,539 rows is copied to another column of its tensor, and to one of another tensor. A simulated device,
+    which records each row's access, gets fewer rows.
+    """
+    (stream,) = lab.streams("s")
+    rows = MANY if lab.backend.control is None else WIDTH
+    wanted = torch.arange(3 * rows, dtype=torch.int32).view(rows, 3)
+    tensors = lab.upload(stream, {"one": wanted, "other": wanted})
+    lab.backend.copy_async(tensors["one"][:, 0], tensors["one"][:, 2], stream=stream)
+    lab.backend.copy_async(tensors["other"][:, :2], tensors["one"][:, 1:], stream=stream)
+    stream.synchronize()
+    for name, order in (("one", [2, 1, 2]), ("other", [1, 2, 2])):
+        expect(bool((tensors[name].cpu() == wanted[:, order]).all()), True, f"that the columns of {name!r} are {order} now")
 
 
 _View = tuple["partial[Tensor]", Tensor]

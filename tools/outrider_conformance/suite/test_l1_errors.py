@@ -16,11 +16,14 @@ from outrider.device import Backend, DeviceError, DeviceFault, Event, Stream
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
 from outrider_conformance.reporting.verdict import not_applicable
+from outrider_conformance.suite.test_l2_graphs import triple
 
 _WAIT_S = 10.0
+_DELAYS = 3
+"""Number of delays in which an operation after one delay has run."""
 
 
-def _query_until_done(asked: Stream | Event) -> None:
+def query_until_done(asked: Stream | Event) -> None:
     """Query ``asked`` until the answer is True or the query raises. A device without a clock makes progress only
     in a wait.
     """
@@ -29,7 +32,7 @@ def _query_until_done(asked: Stream | Event) -> None:
         if asked.backend.control is not None:
             asked.synchronize()
             continue
-        assert time.monotonic() < until, "the answer stays False for work that failed"
+        assert time.monotonic() < until, "the answer stays False for work that must have ended"
         time.sleep(1e-4)
 
 
@@ -49,8 +52,8 @@ WAITS: Mapping[str, Wait] = MappingProxyType(
         "event.synchronize": lambda backend, stream, event: event.synchronize(),
         "backend.synchronize": lambda backend, stream, event: backend.synchronize(),
         "synchronize_within": lambda backend, stream, event: _within(event),
-        "event.query": lambda backend, stream, event: _query_until_done(event),
-        "stream.query": lambda backend, stream, event: _query_until_done(stream),
+        "event.query": lambda backend, stream, event: query_until_done(event),
+        "stream.query": lambda backend, stream, event: query_until_done(stream),
         "a value that is read back": lambda backend, stream, event: _copied_back(backend, stream),
     }
 )
@@ -70,18 +73,22 @@ def fallible(lab: Lab) -> None:
 )
 @pytest.mark.parametrize("wait", WAITS)
 def test_every_way_to_wait_raises_what_failed(lab: Lab, wait: str) -> None:
-    """Each kind of host wait raises the error once. A second wait raises nothing, and later work runs."""
+    """Each kind of host wait raises the error once, also of two operations that failed. A second wait raises nothing, and
+    later work runs.
+    """
     fallible(lab)
 
     def program(backend: Backend) -> None:
         a, b = lab.streams("a", "b")
         x = lab.full(a, 0)
         lab.slow(a)
-        backend.provoke_fault(a)
+        for _ in range(2):
+            backend.provoke_fault(a)
         event = lab.record(a)
         with pytest.raises(DeviceError) as caught:
             WAITS[wait](backend, a, event)
         assert not caught.value.device_lost, f"a provoked fault is survived, and {wait} says that the device is lost"
+        assert str(caught.value).strip(), f"the error of {wait} has no text: say what failed"
         for again in WAITS.values():
             again(backend, a, event)
         lab.fill(a, x, 1)
@@ -118,19 +125,26 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, wait: str, dr
 
 @promise("DeviceFault", "One operation failed. The device still works; the results of that operation are undefined.")
 def test_work_around_a_fault_is_done(lab: Lab) -> None:
-    """Work before and after the failed operation on its stream, and work on another stream, has its results."""
+    """Work before and after the failed operation on its stream, and work on another stream, has its results. Verbs that
+    enqueue raise nothing.
+    """
     fallible(lab)
 
     def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y, z = lab.full(a, 0), lab.full(a, 0), lab.full(b, 0)
+        a, b, c = lab.streams("a", "b", "c")
+        x, z = lab.full(a, 0), lab.full(b, 0)
+        graph = triple(lab, a)
         lab.fill_late(a, x, 1)
         backend.provoke_fault(a)
-        lab.fill(a, y, 2)
+        if backend.control is None:
+            time.sleep(_DELAYS * lab.pace.target_ms / 1e3)  # it has failed by now, where the device has a clock
+        graph.replay(a)
         lab.fill(b, z, 3)
+        c.wait(lab.record(a))
         with pytest.raises(DeviceFault):
             a.synchronize()
         b.synchronize()
-        expect([lab.current_values(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "work before it, after it and on another stream")
+        found = [lab.current_values(tensor) for tensor in (x, graph.outputs["y"], z)]
+        expect(found, [1.0, 1.0, 3.0], "work before it, a replay after it, and work on another stream")
 
     lab.check_in_every_order(program, schedules=6)

@@ -10,15 +10,22 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from outrider.device import Backend
+from outrider.device import Backend, Event, Stream
 from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order, in_some_order, run_concurrently
-from outrider_conformance.promises import needs, promise
+from outrider_conformance.promises import blamed_on, needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 
 _LONGEST_S = 2.0**32
 """Seconds of a time limit: 0 in any smaller unit, if a driver keeps 32 bits of the number."""
 _LONG_MS = 1500.0
 """Milliseconds of work for which a driver with a time limit gives up."""
+_SHORT_S, _FRACTION_S = 0.005, 0.6
+"""Time limits in seconds: one that is shorter than a delay, and one that is none in whole seconds."""
+_QUERIES = 8
+_PENDING_RATIO, _PENDING_S = 4.0, 0.001
+"""The shortest query of pending work takes at most this many times as long as one of completed work, and this long in
+seconds.
+"""
 
 
 @promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
@@ -123,10 +130,12 @@ def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> bool:
 @promise("Stream", "Nothing orders two streams but a record on one and a wait on the other.")
 @in_some_order("a stream that recorded an event was always held until the other stream was empty")
 def test_a_record_waits_for_no_other_stream(lab: Lab) -> bool:
-    """A stream records an event and continues while another stream is busy."""
+    """A stream records an event and continues while another stream is busy, also if that one recorded the event before."""
     a, b, x, y = lab.two_streams()
     lab.fill_late(a, x, 1)
-    lab.record(b).synchronize()
+    event = lab.record(a)
+    b.record(event)
+    event.synchronize()
     lab.fill(b, y, 2)
     b.synchronize()
     return not a.query()
@@ -174,7 +183,7 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
 
 @needs("asynchronous")
 @promise("Event.synchronize_within", "After False, the calling thread is ordered after nothing.")
-@in_some_order("a wait with the limit 0 always waited for the work")
+@in_some_order("waits with the limits 0 and 5 ms always waited for the work")
 def test_synchronize_within_gives_up(lab: Lab) -> bool:
     """The wait returns False for work that takes longer than the limit. A device without a clock may complete the work
     instead.
@@ -182,10 +191,11 @@ def test_synchronize_within_gives_up(lab: Lab) -> bool:
     a, x = lab.one_stream()
     lab.fill_late(a, x, 1)
     event = lab.record(a)
-    came = event.synchronize_within(0.0)
+    came = event.synchronize_within(0.0) or event.synchronize_within(_SHORT_S)
     assert came or lab.backend.control is None, "a device without a clock gave up"
     if came:
         expect(lab.current_values(x), 1.0, "what the host read after the generation")
+    event.synchronize_within(_FRACTION_S)
     assert event.synchronize_within(_LONGEST_S), f"False at once within a limit of {_LONGEST_S:g} s: does it overflow?"
     assert event.synchronize_within(0.0), "False for a generation that is over"
     return not came or lab.backend.control is not None
@@ -240,7 +250,10 @@ def _measured_ms(lab: Lab) -> tuple[float, ...]:
     a, b = lab.streams("a", "b")
     events = [lab.backend.create_event(f"t{number}", timing=True) for number in range(4)]
     for event in events:
-        a.record(event)  # an older generation, of which nothing is measured
+        a.record(event)  # an older generation, whose times must not be those of the latest
+    a.synchronize()
+    for first, last in itertools.pairwise(events):
+        first.elapsed_ms(last)
     lab.slow(a)  # so that the events below aren't reached by an idle device
     began = time.perf_counter()
     a.record(events[0])
@@ -418,26 +431,61 @@ def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
     return False
 
 
+def _shortest_query_s(asked: Stream | Event) -> float:
+    """Return the seconds of the shortest of several queries: a busy host makes some longer."""
+
+    def query_s() -> float:
+        began = time.perf_counter()
+        asked.query()
+        return time.perf_counter() - began
+
+    return min(query_s() for _ in range(_QUERIES))
+
+
 @needs("asynchronous", "perturbs_timing")
 @promise("Event.synchronize", "Block the calling thread until the latest generation has completed.")
 def test_waits_have_no_time_limit(lab: Lab) -> None:
-    """Work of more than a second ends before any wait for it does: waits of the host, and of another stream."""
+    """Work of more than a second ends before any wait for it does: waits of the host, of another stream, and for a flag.
+    Queries wait for none of it.
+    """
     if lab.backend.control is not None:
         not_applicable("a tool decides the schedule, so there is no time")
     a, b, late, copy = lab.two_streams()
+    (c,) = lab.streams("c")
+    flagged = lab.full(c, 0)
     lab.backend.delay(a, lab.delay_cycles * round(_LONG_MS / lab.pace.target_ms))
     lab.fill(a, late, 1)
     event = lab.record(a)
     b.wait(event)
     lab.copy(b, copy, late)
+    flag = lab.backend.create_flag("f") if lab.backend.capabilities.flags else None
+    if flag is not None:
+        flag.wait(c)
+        flag.set(a)
+    else:
+        c.wait(event)
+    lab.copy(c, flagged, late)
+    asked: tuple[tuple[str, Stream | Event], ...] = ("Stream.query", a), ("Event.query", event)
+    pending_s = [_shortest_query_s(each) for _, each in asked]
+    event.synchronize_within(_FRACTION_S)  # the kit checks that it doesn't give up earlier
 
     def check(wait: Callable[[], None], name: str, tensor: Tensor) -> None:
         wait()
-        expect(lab.current_values(tensor), 1, f"{name} returned before {_LONG_MS / 1e3} s of work had ended: its result")
+        with blamed_on(name):
+            expect(lab.current_values(tensor), 1, f"{name} returned before {_LONG_MS / 1e3} s of work had ended: its result")
 
-    waits = (event.synchronize, "Event.synchronize", late), (a.synchronize, "Stream.synchronize", late)
+    third = "Flag.wait" if flag is not None else "Stream.wait"
     failed = run_concurrently(
-        *(partial(check, *each) for each in (*waits, (b.synchronize, "Stream.wait of another stream", copy)))
+        partial(check, event.synchronize, "Event.synchronize", late),
+        partial(check, a.synchronize, "Stream.synchronize", late),
+        partial(check, b.synchronize, "Stream.wait", copy),
+        partial(check, c.synchronize, third, flagged),
     )
     if failed:
         raise failed[0]
+    for (name, each), seconds in zip(asked, pending_s, strict=True):
+        done_s = _shortest_query_s(each)
+        with blamed_on(name):
+            assert seconds <= _PENDING_RATIO * done_s + _PENDING_S, (
+                f"a query takes {seconds * 1e3:.1f} ms while work is pending, {done_s * 1e3:.1f} ms afterwards: don't wait"
+            )

@@ -13,7 +13,7 @@ import torch
 
 from outrider.device import Backend
 from outrider_conformance.lab import Lab, expect, in_every_order
-from outrider_conformance.promises import needs, promise
+from outrider_conformance.promises import blamed_on, needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 
 _MANY = 300
@@ -21,6 +21,8 @@ _MANY = 300
 _DEEP = 520
 _LONG = 33_000
 """Number of records: more than half of the range of 16 bits, beyond which a difference of counters changes its sign."""
+_BETWEEN, _DELAYS = 64, 16
+"""Numbers of records between two operations, and of delays during which thousands of them are enqueued."""
 _PENDING = 1 << 18
 """Number of elements of an operation that is pending when its call returns."""
 _SECONDS = 1.0
@@ -99,18 +101,25 @@ def test_hundreds_of_events_are_all_their_own(lab: Lab) -> None:
 
 @promise("Event.query", "Return True if the latest generation has completed.")
 def test_an_old_generation_stays_over(lab: Lab) -> None:
-    """A completed generation stays completed after 33,000 further records, or as many as a slow device makes in one
-    second.
+    """A completed generation stays completed after 33,000 further records that are pending at first, or as many as a slow
+    device makes in one second. No operation between them is lost.
     """
     backend = lab.backend
     a, b = lab.streams("a", "b")
     old, other = lab.record(a, "old"), backend.create_event("again and again")
-    x = lab.full(b, 0)
+    x, counted = lab.full(b, 0), lab.full(a, 0)
+    for _ in range(_DELAYS):
+        lab.slow(a)
     until, records = time.monotonic() + _SECONDS, 0
     while records < _LONG and time.monotonic() < until:
         a.record(other)
         records += 1
-    a.synchronize()
+        if records % _BETWEEN == 0:
+            with backend.on(a):
+                counted.add_(1)
+    with blamed_on("Stream"):
+        ran = lab.read_tensor(a, counted)
+        expect(ran, float(records // _BETWEEN), f"operations that ran, one after {_BETWEEN} records each")
     assert old.query(), f"an event that was over isn't, {records} records later"
     old.synchronize()
     b.wait(old)

@@ -49,7 +49,7 @@ def test_memory_figures_are_numbers_of_bytes(backend: Backend) -> None:
     assert all(isinstance(value, int) and value >= 0 for value in (info.total, info.free, info.allocated)), info
     if backend.capabilities.memory_limit:
         assert 0 < info.free <= info.total, info
-        assert info.allocated <= info.total, info
+        assert info.allocated + info.free <= info.total, info
 
 
 @needs("host_writes_memory")
@@ -75,6 +75,7 @@ def test_memory_figures_follow_allocations(lab: Lab) -> None:
     with backend.on(stream):
         tensor = torch.zeros(16 * _MIB, dtype=torch.uint8, device=backend.device)
     stream.synchronize()
+    test_memory_figures_are_numbers_of_bytes(backend)
     during = backend.memory_info().allocated
     assert during - before >= 16 * _MIB, f"16 MiB were allocated and the figure rose by {during - before}"
     del tensor
@@ -91,12 +92,15 @@ def test_out_of_memory_is_typed_and_survived(lab: Lab) -> None:
     backend = lab.backend
     stream, x = lab.one_stream()
     lab.fill_late(stream, x, 1)
+    before = backend.memory_info().allocated
     with pytest.raises(OutOfDeviceMemory) as caught, backend.guard("asking for too much"), backend.on(stream):
         torch.empty(2 * backend.memory_info().total, dtype=torch.uint8, device=backend.device)
     assert not caught.value.device_lost, "running out of memory is no loss of the device"
     expect(lab.read_tensor(stream, x), 1.0, "what was queued before")
     lab.fill(stream, x, 2)
     expect(lab.read_tensor(stream, x), 2.0, "what was enqueued after")
+    expect(backend.memory_info().allocated, before, "allocated bytes after an allocation that failed")
+    expect(lab.read_tensor(stream, lab.full(stream, 3, width=_MIB)), 3.0, "an allocation of 4 MiB after one that failed")
 
 
 @promise("Backend.keep_alive", "Hold references until the generation of ``until`` that is visible now has completed.")
@@ -278,7 +282,9 @@ def test_device_memory_is_reused_after_it_is_dropped(lab: Lab, sizes: str) -> No
 @promise("Backend.empty_pinned", "No two live buffers share memory")
 @in_every_order(schedules=4)
 def test_copies_of_many_buffers_are_pending_at_once(lab: Lab) -> None:
-    """Each of a hundred pinned buffers receives its own pending copy."""
+    """Each of a hundred pinned buffers receives its own pending copy, and a hundred that were made in the scope of a busy
+    stream are sources of one each.
+    """
     backend = lab.backend
     stream, x = lab.one_stream()
     buffers = [backend.empty_pinned("same", (len(x),), torch.float32).tensor for _ in range(_LIVE // 2)]
@@ -287,4 +293,14 @@ def test_copies_of_many_buffers_are_pending_at_once(lab: Lab) -> None:
         lab.fill(stream, x, number)
         backend.copy_async(buffer, x, stream=stream)
     stream.synchronize()
-    expect([lab.current_values(buffer) for buffer in buffers], [float(n) for n in range(len(buffers))], "of all buffers")
+    numbers = [float(number) for number in range(len(buffers))]
+    expect([lab.current_values(buffer) for buffer in buffers], numbers, "of all buffers")
+    received = lab.full(stream, 0, width=len(buffers) * len(x)).view(len(buffers), len(x))
+    lab.slow(stream)
+    buffers.clear()
+    for number, row in enumerate(received):
+        with backend.on(stream):
+            buffers.append(backend.empty_pinned("same", (len(x),), torch.float32).tensor)
+        buffers[number].fill_(number)
+        backend.copy_async(row, buffers[number], stream=stream)
+    expect(lab.read_tensor(stream, received[:, 0]), numbers, "of tensors that buffers were copied to")

@@ -25,7 +25,7 @@ from outrider.device import (
     SynchronousCopyError,
 )
 from outrider.registry.probing import changed_state, process_state
-from outrider_conformance.lab import Lab, expect
+from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order
 from outrider_conformance.observer_log import ObserverLog, log_cache_write, logged
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
@@ -163,26 +163,57 @@ def test_an_observer_sees_every_verb(backend: Backend) -> None:
     expect([entry for entry in log.entries if entry[0] in {w[0] for w in wanted}], wanted, "what the observer saw")
 
 
+def _verbs(lab: Lab, a: Stream, b: Stream) -> dict[str, Callable[[], object]]:
+    """Return calls of verbs by name, with work on the streams ``a`` and ``b``."""
+    backend, x, event, graph = lab.backend, lab.full(a, 0), lab.record(a), graphs.triple(lab, a)
+    pinned = backend.empty_pinned("p", tuple(x.shape), x.dtype).tensor
+    verbs: dict[str, Callable[[], object]] = {"Backend.create_stream or another verb that creates": partial(lab.streams, "s")}
+    verbs |= {name: partial(verb, lab, a, b, event) for name, verb in VERBS.items()}
+    verbs |= {name: partial(wait, backend, a, event) for name, wait in WAITS.items()}
+    verbs |= {"Backend.memory_info": backend.memory_info, "Graph.replay": partial(graph.replay, a)}
+    verbs |= {"Backend.copy_async": partial(backend.copy_async, x, pinned, stream=a)}
+    verbs |= {"Backend.empty_pinned": partial(backend.empty_pinned, "p", (1,), x.dtype)}
+    if backend.capabilities.perturbs_timing:
+        verbs |= {"Backend.delay": partial(backend.delay, a, 1)}
+    if backend.capabilities.flags:
+        flag = backend.create_flag("f")
+        verbs |= {"Flag.set": partial(flag.set, a), "Flag.wait": partial(flag.wait, b), "Flag.reset": partial(flag.reset, b)}
+    return verbs
+
+
+@promise("Backend.on", "Place the calling thread's torch work on ``stream``")
+@in_every_order(schedules=1)
+def test_no_verb_leaves_another_stream_current(lab: Lab) -> None:
+    """After each verb with other streams, work in a scope is neither early nor late: it's still on the scope's stream."""
+    backend = lab.backend
+    a, here, b = lab.streams("a", "here", "b")
+    x, early, late = (lab.full(here, 0) for _ in range(3))
+    for number, (name, verb) in enumerate(_verbs(lab, a, b).items(), 1):
+        lab.fill_late(here, x, number)
+        with backend.on(here):
+            verb()
+            early.copy_(x)
+            for stream in (a, b):
+                lab.slow(stream)
+            late.copy_(x)
+        here.synchronize()
+        found = [lab.current_values(early), lab.current_values(late)]
+        expect(found, [float(number)] * 2, f"work in a scope of 'here' after {name} with other streams")
+
+
 @promise("Backend", "No method changes torch's global state")
 def test_no_verb_changes_global_state(lab: Lab) -> None:
     """Torch's global state and the process's are the same after each verb, and inside a scope."""
     torch.manual_seed(7919)  # a seed that no plugin sets
     backend, states = lab.backend, [process_state()]
-    a, b, x, _ = lab.two_streams()
-    event, graph = lab.record(a), graphs.triple(lab, a)
-    pinned = backend.empty_pinned("p", tuple(x.shape), x.dtype).tensor
+    a, b = lab.streams("a", "b")
 
     def enter() -> None:
         with suppress(ValueError), backend.on(a):
             states.append(process_state())
             raise ValueError("of the test")
 
-    verbs: dict[str, Callable[[], object]] = {"Backend.create_stream or another verb that creates": partial(lab.streams, "s")}
-    verbs |= {name: partial(verb, lab, a, b, event) for name, verb in VERBS.items()}
-    verbs |= {name: partial(wait, backend, a, event) for name, wait in WAITS.items()}
-    verbs |= {"Backend.on": enter, "Backend.memory_info": backend.memory_info, "Graph.replay": partial(graph.replay, a)}
-    verbs |= {"Backend.copy_async": partial(backend.copy_async, x, pinned, stream=a)}
-    for name, verb in verbs.items():
+    for name, verb in {**_verbs(lab, a, b), "Backend.on": enter}.items():
         verb()
         changed = [part for after in (*states, process_state()) for part in changed_state(states[0], after)]
         assert not changed, f"{name} changes {', '.join(dict.fromkeys(changed))}: restore it in the same call"
@@ -205,6 +236,17 @@ def test_accesses_are_reported(backend: Backend) -> None:
     for kind, place in places.items():
         assert (kind, place.storage, place.start, place.end) in seen, f"the {kind} of the copy wasn't reported: {seen}"
     assert all(operation.stream == "s" for operation in log.operations), log.operations
+
+
+@needs("reports_accesses")
+@promise("Backend.locate", "Return the storage number and byte range of a tensor, as this backend reports accesses.")
+def test_a_slice_is_located_inside_its_tensor(lab: Lab) -> None:
+    """The place of a slice is its part of the place of its tensor, on the device and in pinned memory."""
+    (stream,) = lab.streams("s")
+    for whole in (lab.full(stream, 0), lab.backend.empty_pinned("p", (WIDTH,), torch.float32).tensor):
+        place, part = lab.backend.locate(whole), lab.backend.locate(whole[8:24])
+        found = (place.end - place.start, part.storage == place.storage, part.start - place.start, part.end - place.start)
+        expect(found, (4 * WIDTH, True, 32, 96), "bytes of a tensor, and the place of its elements 8 to 24")
 
 
 @needs("reports_accesses", "row_exact_accesses")

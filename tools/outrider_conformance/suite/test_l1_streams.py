@@ -17,7 +17,7 @@ from outrider_conformance.kit import Kit
 from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
-from outrider_conformance.suite.test_l1_errors import WAITS
+from outrider_conformance.suite.test_l1_errors import WAITS, query_until_done
 
 _BEGINNING = 0.002  # seconds in which an operation is taken from its queue
 _MANY = 34
@@ -105,6 +105,8 @@ def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
     lab.fill_late(stream, x, 1)
     if stream.query():
         expect(lab.current_values(x), 1.0, "the write that query says has run")
+    query_until_done(stream)
+    expect(lab.current_values(x), 1.0, "the write, after queries of its stream alone")
     stream.synchronize()
     assert stream.query(), "query is False though the stream is empty"
 
@@ -151,19 +153,23 @@ def test_streams_run_beside_each_other(lab: Lab) -> bool:
 
 @needs("asynchronous", "concurrent_streams")
 @promise("Backend.create_stream", "Create a stream.")
-@in_some_order("one of many streams always waited for the first: streams are handed out twice")
-def test_many_streams_are_all_their_own(lab: Lab) -> bool:
-    """While one of 34 streams is busy, no other stream is busy. A backend may refuse further streams earlier."""
-    streams = _create_streams(lab, _MANY)
-    assert len(streams) > 1, "a second stream can't be made, and concurrent_streams is declared"
-    busy, others = streams[0], streams[1:]
-    x = lab.full(busy, 0)
-    for _ in range(_LONG):
-        lab.slow(busy)
-    lab.fill(busy, x, 1)
-    for event in [lab.record(stream) for stream in others]:
-        event.synchronize()
-    return not busy.query()
+@pytest.mark.parametrize("which", [0, -1], ids=["the first", "the last"])
+def test_many_streams_are_all_their_own(lab: Lab, which: int) -> None:
+    """While the first or the last of 34 streams is busy, no other is busy. A backend may refuse further streams earlier."""
+
+    def is_alone() -> bool:
+        others = _create_streams(lab, _MANY)
+        assert len(others) > 1, "a second stream can't be made, and concurrent_streams is declared"
+        busy = others.pop(which)
+        x = lab.full(busy, 0)
+        for _ in range(_LONG):
+            lab.slow(busy)
+        lab.fill(busy, x, 1)
+        for event in [lab.record(stream) for stream in others]:
+            event.synchronize()
+        return not busy.query()
+
+    lab.check_in_some_order(observing(is_alone), "one of many streams always waited for another one: it's handed out twice")
 
 
 @needs("asynchronous", "concurrent_streams")

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.device import CaptureContext, Graph, GraphPool, InterfaceError, Stream
+from outrider.device import CaptureContext, CaptureError, Graph, GraphPool, InterfaceError, Stream
 from outrider_conformance.lab import CALLS, THREADS, WIDTH, Lab, call_at_once, expect, in_every_order, in_some_order
 from outrider_conformance.promises import needs, promise
+from outrider_conformance.reporting.verdict import not_applicable
 
 _OPERATIONS = 700
 """A third of the number of operations of a long graph: more than pages and queues of 256, 512, 1024 or 2048 entries hold."""
@@ -102,6 +103,36 @@ def test_a_replay_keeps_the_order_of_its_stream(lab: Lab, sent: bool) -> None:
     lab.fill(stream, x, 50)
     stream.synchronize()
     expect([lab.current_values(keep) for keep in kept], [4.0, 7.0, 10.0], "outputs of three replays in a row")
+
+
+@needs("captures_graphs")
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@in_every_order(schedules=8)
+def test_captured_copies_from_and_to_the_host_are_replayed(lab: Lab) -> None:
+    """Each replay reads what the host wrote to pinned memory after the capture, and writes to pinned memory; a device whose
+    graphs can't hold one of these copies refuses the capture.
+    """
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    y, pinned = lab.full(stream, 0), [backend.empty_pinned(name, (WIDTH,), torch.float32).tensor for name in ("up", "down")]
+    for tensor in pinned:
+        tensor.fill_(-1)
+
+    def fn(context: CaptureContext) -> None:
+        backend.copy_async(context.outputs["y"], pinned[0], stream=stream)
+        backend.copy_async(pinned[1], context.outputs["y"], stream=stream)
+
+    try:
+        graph = backend.capture("copies", fn, stream=stream, inputs={}, outputs={"y": y})
+    except CaptureError as refusal:
+        not_applicable(str(refusal))
+    for turn in (1.0, 2.0):
+        stream.synchronize()
+        pinned[0].fill_(turn)
+        lab.slow(stream)
+        graph.replay(stream)
+        stream.synchronize()
+        expect(lab.current_values(pinned[1]), turn, f"what replay {turn:.0f} copied from the host and back")
 
 
 def _scale(context: CaptureContext) -> None:
@@ -239,24 +270,19 @@ def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
 @promise("GraphPool", "Memory shared by graphs that never run at the same time.")
 @in_every_order()
 def test_graphs_of_different_pools_do_not_touch(lab: Lab) -> None:
-    """Graphs of different pools, replayed concurrently on two streams, do not share intermediates."""
+    """Two graphs of different pools and two without a pool, replayed concurrently, do not share intermediates."""
     backend = lab.backend
-    *streams, captured = lab.streams("a", "b", "captured")
-    graphs = [
-        triple(lab, captured, f"graph {stream.name}", backend.create_graph_pool(f"pool {stream.name}"), slow=True)
-        for stream in streams
-    ]
-    loose = triple(lab, streams[0], "without a pool")
+    *streams, captured = lab.streams("a", "b", "c", "d", "captured")
+    pools = [backend.create_graph_pool("first"), backend.create_graph_pool("second"), None, None]
+    graphs = [triple(lab, captured, "graph", pool, slow=True) for pool in pools]
     backend.synchronize()
     for turn in (1, 2):
-        for stream, graph in zip(streams, graphs, strict=True):
-            lab.fill_late(stream, graph.inputs["x"], turn * (2 if stream is streams[0] else 5))
+        for number, (stream, graph) in enumerate(zip(streams, graphs, strict=True), turn):
+            lab.fill_late(stream, graph.inputs["x"], number)
             graph.replay(stream)
-        lab.fill(streams[0], loose.inputs["x"], turn)
-        loose.replay(streams[0])
         backend.synchronize()
-        found = [lab.current_values(graph.outputs["y"]) for graph in (*graphs, loose)]
-        expect(found, [6.0 * turn + 1, 15.0 * turn + 1, 3.0 * turn + 1], "outputs of graphs of different pools")
+        found = [lab.current_values(graph.outputs["y"]) for graph in graphs]
+        expect(found, [3.0 * (turn + index) + 1 for index in range(len(graphs))], "outputs of graphs of different pools")
 
 
 @promise("Backend.capture", "Other streams of the device may be busy")
@@ -372,14 +398,13 @@ _TEMPORARY = 1 << 18
 
 
 def _adding(lab: Lab, stream: Stream, number: int, pool: GraphPool | None = None) -> Graph:
-    """Capture a graph that adds ``number`` to its output, through a temporary."""
+    """Capture a graph that adds ``number`` to its output, which is its input too, through a temporary."""
     y = lab.full(stream, 0, dtype=torch.int64)
 
     def fn(context: CaptureContext) -> None:
-        out = context.outputs["y"]
-        out.copy_(out + number)
+        context.outputs["y"].copy_(context.inputs["before"] + number)
 
-    graph = lab.backend.capture("adds", fn, stream=stream, inputs={}, outputs={"y": y}, pool=pool)
+    graph = lab.backend.capture("adds", fn, stream=stream, inputs={"before": y}, outputs={"y": y}, pool=pool)
     lab.fill(stream, y, 0)
     return graph
 

@@ -14,6 +14,8 @@ from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 
 _MANY = 32
+_VERY_MANY = 300
+"""Number of flags: more than the 256 values of a byte, and than the entries of small tables."""
 _SEVERAL = 20
 _ROUNDS = 3
 """Rounds of one flag. The wait of a round checks the reset of the round before: two rounds would leave the second reset,
@@ -154,6 +156,26 @@ def test_each_of_several_flags_is_its_own(lab: Lab) -> None:
 
 
 @needs("flags")
+@promise("Backend.create_flag", "Create a flag, in the lowered state.")
+@in_every_order(schedules=2)
+def test_a_new_flag_is_down_whatever_others_are(lab: Lab) -> None:
+    """A new flag is down while 150 other flags are up, after as many raised ones were dropped, and rises at its own set."""
+    a, b, x, y = lab.two_streams()
+    flags = [lab.backend.create_flag("same") for _ in range(_VERY_MANY)]
+    for flag in flags:
+        flag.set(a)
+    a.synchronize()
+    del flags[::2], flag
+    last = lab.backend.create_flag("same")
+    last.wait(b)
+    lab.copy(b, y, x)
+    assert not b.query(), "a wait passed a new flag that wasn't set"
+    lab.fill_late(a, x, 1)
+    last.set(a)
+    expect(lab.read_tensor(b, y), 1.0, f"what was read after flag {_VERY_MANY + 1}, of which {len(flags)} others are up")
+
+
+@needs("flags")
 @promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
 @in_every_order(schedules=8)
 def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
@@ -237,6 +259,40 @@ def test_flags_work_inside_a_graph(lab: Lab) -> None:
         expect(lab.read_tensor(b, y), turn, "what the graph read after the flag")
 
 
+@needs("flags", "captures_graphs")
+@promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+@in_every_order(schedules=8)
+def test_a_graph_sets_and_waits_between_its_operations(lab: Lab) -> None:
+    """Each replay sets a flag after its first copy, and waits for another flag, which follows the first, before its second
+    copy.
+    """
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    seen = lab.full(a, 0)
+    inputs, outputs = ({name: lab.full(b, 0) for name in names} for names in (("x", "reply"), ("y", "z")))
+    ready, answered = backend.create_flag("ready"), backend.create_flag("answered")
+
+    def fn(context: CaptureContext) -> None:
+        context.outputs["y"].copy_(context.inputs["x"])
+        if backend.active_capture is not None:  # a warm-up would wait forever
+            ready.set(b)
+            answered.wait(b)
+            answered.reset(b)
+        context.outputs["z"].copy_(context.inputs["reply"])
+
+    graph = backend.capture("asks", fn, stream=b, inputs=inputs, outputs=outputs)
+    for turn in map(float, range(1, _ROUNDS + 1)):
+        ready.wait(a)
+        ready.reset(a)
+        lab.copy(a, seen, outputs["y"])
+        lab.fill_late(a, inputs["reply"], 10 * turn)
+        answered.set(a)
+        lab.fill_late(b, inputs["x"], turn)
+        graph.replay(b)
+        found = [lab.read_tensor(b, outputs["z"]), lab.read_tensor(a, seen)]
+        expect(found, [10 * turn, turn], f"the second copy of replay {turn:.0f}, and the first one as another stream saw it")
+
+
 def drop_result(_: object) -> None:
     """Drop a result, so that a lambda returns None."""
 
@@ -277,6 +333,32 @@ def test_a_rebind_changes_the_next_replay(lab: Lab) -> None:
         expect(found, [10.0, 40.0, 50.0, 50.0], "outputs with the parameter as captured, 4, 5 and 5 again")
 
     lab.check_in_every_order(program)
+
+
+@promise("Graph.update_params", "Rebind host parameters for the replays enqueued after this call.")
+def test_each_value_of_each_parameter_is_rebound(lab: Lab) -> None:
+    """A rebind changes all operations that read its parameters, and each of their values. Other parameters keep theirs."""
+    _rebindable(lab.backend)
+    (stream,) = lab.streams("s")
+    x, outputs = lab.full(stream, 1), {name: lab.full(stream, 0) for name in ("first", "second", "other")}
+    params = {"n": [2, 3], "m": [4]}
+
+    def fn(context: CaptureContext) -> None:
+        for out, (param, at) in zip(context.outputs.values(), (("n", 0), ("n", 1), ("m", 0)), strict=True):
+
+            def issue(values: tuple[int, ...], out: Tensor = out, at: int = at) -> None:
+                torch.mul(context.inputs["x"], values[at], out=out)
+
+            lab.backend.reissue(context.params[param], issue)
+
+    graph = lab.backend.capture("several", fn, stream=stream, inputs={"x": x}, outputs=outputs, params=params)
+    for bound in ({}, {"n": [5, 6]}, {"m": [70_000]}, {"n": [7, -8], "m": [9]}):
+        graph.update_params(bound, stream=stream)
+        params |= bound
+        graph.replay(stream)
+        stream.synchronize()
+        found = [lab.current_values(out) for out in outputs.values()]
+        expect(found, [float(n) for n in (*params["n"], *params["m"])], f"outputs with the parameters {params}")
 
 
 @promise("Graph.update_params", "The rebinding is work on ``stream``.")

@@ -217,7 +217,7 @@ def test_a_kernel_is_right_beside_its_calls_on_another_stream(lab: Lab, drawn: K
         check_concurrent_calls(lab, problem(drawn, smallest_shape(drawn.corners), torch.float32, lab.seed))
 
 
-_ROWS = {"silu_mul": "gate_up"} | dict.fromkeys(
+_ROWS = {"silu_mul": "gate_up", "paged_attention": "q"} | dict.fromkeys(
     (
         "linear",
         "rms_norm",
