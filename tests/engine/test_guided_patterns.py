@@ -14,7 +14,7 @@ from outrider import SamplingParams
 from outrider.device import ConfigError
 from outrider.engine import JsonSchema, Regex
 from outrider.engine.guides.grammars import Grammars, mask_words
-from outrider.engine.guides.patterns import IMPLIED_PATTERNS
+from outrider.engine.guides.patterns import IMPLIED_PATTERNS, to_xgrammar_syntax
 from outrider.model import Tokenizer
 
 ENDS = frozenset((0,))
@@ -115,6 +115,10 @@ def test_limits_of_strings_and_formats_of_numbers(limits, fitting, unfit):
 def _takes(tokenizer, compiler, pattern, text):
     state = compiler.guidance(SamplingParams(guide=JsonSchema({"type": "string", "pattern": pattern})), ENDS)
     return all(state.accept_token(token) is None for token in tokenizer.encode(json.dumps(text)))
+
+
+def test_a_named_group_may_be_in_the_syntax_of_javascript():
+    assert to_xgrammar_syntax(r"(?<y>\d)\(?<a", in_json=True) == to_xgrammar_syntax(r"(\d)\(?<a", in_json=True)
 
 
 @pytest.mark.parametrize("pattern", ["(a|(?:a){1,3}?)", "a|a{1,3}", "(a{1,2}|b{2})", "(a|(?:a{0,2}b?){2})", "a|[ab]{2}"])

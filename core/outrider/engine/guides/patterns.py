@@ -86,7 +86,10 @@ def to_xgrammar_syntax(pattern: str, *, in_json: bool, lengths: tuple[int, int |
     """
     parser: Any = getattr(re, "_parser")  # noqa: B009  (private module of re; sre_parse before Python 3.11)
     try:
-        parsed = parser.parse(pattern)
+        try:
+            parsed = parser.parse(pattern)
+        except re.error:
+            parsed = parser.parse(re.sub(r"(?<!\\)\(\?<(?=[A-Za-z_])", "(?P<", pattern))  # a named group of JavaScript
     except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(f"the pattern {shown(pattern)} isn't a regular expression: {error}") from None
     flags = parsed.state.flags & ~re.UNICODE.value
