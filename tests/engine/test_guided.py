@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import xgrammar
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from xgrammar.testing import _is_grammar_accept_string
@@ -219,6 +219,41 @@ def test_a_delayed_matcher_goes_back_to_where_it_was(steps):
         started = next((count for count, text in enumerate(texts) if b"</t>" in text), len(accepted))
         assert len(inner.accepted) == len(accepted) - started
         assert 9 not in accepted[:started]
+
+
+BEGINNINGS = dict(enumerate((b"<", b"<c", b"c", b"c>", b">a", b"<c>a", b"(", b"a", b" ", b"[")))
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(steps=STEPS)
+@example(steps=[(6, 0), (0, 0), (6, 2)])
+def test_a_text_that_begins_otherwise_isnt_guided(steps):
+    """Against a search in the whole text, in which "(<" is both. ``steps``: a token, and how many are undone after it."""
+    inner = Bracketed()
+    inner_accept = inner.accept
+    inner.accept = lambda token: inner_accept(BEGINNINGS[token][0])
+    inner.fill = lambda words, index: words[index].copy_(
+        grammars.mask_of_tokens([each for each, text in BEGINNINGS.items() if (text == b"(") == (not inner.accepted)], 32)
+    )
+    matcher = grammars.OptionalMatcher(inner, [b"<c>", b"(<"], BEGINNINGS.__getitem__, [*BEGINNINGS.items()])
+
+    def fits(tokens):
+        texts = [BEGINNINGS[each] for each in tokens]
+        texts = texts[1:] if texts[:1] == [b" "] else texts
+        whole = b"".join(texts)
+        is_guided = not texts or (texts[0] == b"(" and b"(" not in texts[1:])
+        return whole.startswith((b"<c>", b"(<")) or b"<c>".startswith(whole) or is_guided
+
+    accepted = []
+    for token, undone in steps:
+        words = torch.zeros((1, 1), dtype=torch.int32)
+        matcher.fill(words, 0)
+        allowed = [int(words[0, 0]) >> each & 1 for each in BEGINNINGS]
+        assert allowed == [fits([*accepted, each]) for each in BEGINNINGS]
+        assert matcher.accept(token) == fits([*accepted, token])
+        accepted += [token] * allowed[token]
+        matcher.rollback(min(undone, len(accepted)))
+        del accepted[max(0, len(accepted) - undone) :]
 
 
 @pytest.fixture(scope="module")
