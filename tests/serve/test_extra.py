@@ -87,21 +87,28 @@ def test_broken_words_of_a_checkpoint_are_found_before_its_weights_are_loaded(
     assert said in capsys.readouterr().err
 
 
+def test_an_empty_response_template_is_an_error(bundled_target):
+    from outrider.serve.api.prompt_builder import PromptResources
+
+    with pytest.raises(ConfigError, match="must be a non-empty dict"):
+        PromptResources(bundled_target, response_template={})
+
+
 def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
-    from outrider.serve.command import _read_api_keys
+    from outrider.serve.command import read_api_keys
 
     file = tmp_path / "keys"
-    file.write_text("# ours\none\n\n two \n")
+    file.write_text("\ufeff# ours\none\n\n two \n", encoding="utf-8")
     monkeypatch.setenv("OUTRIDER_API_KEY", "three, four")
-    assert _read_api_keys(file) == ("three", "four", "one", "two")
+    assert read_api_keys(file) == ("three", "four", "one", "two")
     file.write_text("\n")
     with pytest.raises(ConfigError, match="no API key"):
-        _read_api_keys(file)
+        read_api_keys(file)
     monkeypatch.setenv("OUTRIDER_API_KEY", "")
-    assert _read_api_keys(None) == ()
+    assert read_api_keys(None) == ()
     monkeypatch.setenv("OUTRIDER_API_KEY", " ,")
     with pytest.raises(ConfigError, match="OUTRIDER_API_KEY is ' ,', which has no key"):
-        _read_api_keys(None)
+        read_api_keys(None)
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("none", False), ("otlp", True)])

@@ -72,7 +72,9 @@ class PromptResources:
         source = "" if self.chat_template is None else self.chat_template.tool_source
         chosen = choose_format(tool_format, reasoning_format, source)
         own = None if self.chat_template is None else self.chat_template.response_template
-        template = response_template or (own if tool_format is None and reasoning_format is None else None)
+        template = (
+            own if response_template is None and tool_format is None and reasoning_format is None else response_template
+        )
         self.answer_format: Mapping[str, Any] | ModelFormat = chosen if template is None else template
         """How the model writes tool calls and reasoning: the given format, the checkpoint's, or that of its family."""
         markers = chosen.literals
