@@ -159,10 +159,8 @@ class RequestToolCalls:
         if self._choice not in (None, "none") and not self._tools:
             raise bad_request("tool_choice is only allowed when tools are given", "tool_choice")
         schema = self._schema_of_calls()
-        if schema is not None and response_format is not None:
-            raise bad_request("response_format doesn't go with a tool_choice that asks for a call", "response_format")
         self.guide = response_format if schema is None else _make_guide(schema)
-        if response_format is not None and self._tools and self._choice != "none":
+        if schema is None and response_format is not None and self._tools and self._choice != "none":
             self.guide = replace(response_format, unless=_call_starts(answer_format))
 
     def read_prompt(self, prompt: str) -> None:
