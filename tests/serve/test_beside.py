@@ -139,6 +139,14 @@ def test_a_draining_server_still_tells_of_itself(server, http, monkeypatch, path
     assert http.get("/ready").status_code == 503
 
 
+def test_a_completion_without_a_limit_ends_at_the_context(http):
+    longest = http.get("/v1/models/m").json()["max_model_len"]
+    answer = http.post("/v1/completions", json={"model": "m", "prompt": [5] * (longest - 3), "ignore_eos": True})
+    assert answer.json()["usage"]["completion_tokens"] == 3, answer.text
+    answer = http.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": None, "ignore_eos": True})
+    assert answer.json()["usage"]["completion_tokens"] == 16, answer.text
+
+
 def test_tools_beside_a_response_format(http):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "tools": [tool]}

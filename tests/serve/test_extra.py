@@ -1,5 +1,6 @@
 """Without the extra, the core says what to install."""
 
+import json
 import socket
 
 import pytest
@@ -8,6 +9,8 @@ from outrider import errors
 from outrider.cli.main import main
 from outrider.cli.terminal.environment import spans_from_environment
 from outrider.device import ConfigError
+from outrider.engine.requests.sampling import TokenLogprobs
+from outrider.model import Tokenizer
 from outrider.serve import config
 from outrider.serve.command import _read_tool_format
 
@@ -85,6 +88,17 @@ def test_broken_words_of_a_checkpoint_are_found_before_its_weights_are_loaded(
     (tmp_path / file).write_text(text)
     assert main(["serve", "--port", "0", "--model", str(tmp_path), "--speculate", "none"]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_offsets_count_the_characters_that_begin_in_a_token(bundled_target):
+    from outrider.serve.api.service import completion_logprobs
+
+    tokenizer, text = Tokenizer.from_checkpoint(bundled_target), "é日🙂a"
+    entries = [TokenLogprobs(token, float("-inf"), ()) for token in tokenizer.encode(text)]
+    logprobs, end = completion_logprobs(tokenizer, entries, 5)
+    assert end == 5 + len(text)
+    assert logprobs["text_offset"] == [5, 6, 6, 7, 7, 7, 8, 8, 8, 8]
+    json.dumps(logprobs, allow_nan=False)
 
 
 def test_an_empty_response_template_is_an_error(bundled_target):

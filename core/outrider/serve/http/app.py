@@ -116,7 +116,7 @@ def create_app(
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
         texts = prompter.prompt_texts(body.prompt) if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
-        generation = await service.start_generation(body, request, prompts, body.max_tokens or 16)
+        generation = await service.start_generation(body, request, prompts, body.max_tokens)
         writer = CompletionWriter(body, generation, prompter.tokenizer, fingerprint=fingerprint, echoed=echoed)
         return writer.respond(service, stream=body.stream)
 
