@@ -1,7 +1,9 @@
 """Without the extra, the core says what to install."""
 
 import json
+import logging
 import socket
+import warnings
 
 import pytest
 
@@ -13,6 +15,7 @@ from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Tokenizer
 from outrider.serve import config
 from outrider.serve.command import _read_tool_format
+from outrider.serve.http import request_middleware
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -88,6 +91,19 @@ def test_broken_words_of_a_checkpoint_are_found_before_its_weights_are_loaded(
     (tmp_path / file).write_text(text)
     assert main(["serve", "--port", "0", "--model", str(tmp_path), "--speculate", "none"]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_warning_is_a_line_of_the_log(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        request_middleware.log_to_stderr("json")
+        warnings.warn("a library's word", FutureWarning, stacklevel=1)
+        logging.captureWarnings(False)
+    line = json.loads(capsys.readouterr().err)
+    assert line["level"] == "warning"
+    assert "FutureWarning: a library's word" in line["event"]
 
 
 def test_offsets_count_the_characters_that_begin_in_a_token(bundled_target):

@@ -169,7 +169,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         texts = {
-            400: "the body can't be read as JSON; send it in UTF-8 and without Content-Encoding",
+            400: "the body can't be read as JSON; send it in UTF-8, without Content-Encoding and deep nesting",
             404: f"there is nothing at {path}",
             405: f"{path} has no {request.method}",
         }
