@@ -70,7 +70,7 @@ def test_what_is_no_image(outrider, checkpoint, tmp_path):
     wrong.write_text("no image")
     result = outrider("generate", "--model", str(directory), "--prompt", "w5", "--image", str(wrong))
     assert result.code == 1
-    assert "text.png: can't be read as an image" in result.err
+    assert "text.png: the data can't be read as an image" in result.err
 
 
 def test_a_model_of_text_takes_none(outrider, checkpoint):

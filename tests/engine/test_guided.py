@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import xgrammar
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from xgrammar.testing import _is_grammar_accept_string
@@ -221,6 +221,41 @@ def test_a_delayed_matcher_goes_back_to_where_it_was(steps):
         assert 9 not in accepted[:started]
 
 
+BEGINNINGS = dict(enumerate((b"<", b"<c", b"c", b"c>", b">a", b"<c>a", b"(", b"a", b" ", b"[")))
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(steps=STEPS)
+@example(steps=[(6, 0), (0, 0), (6, 2)])
+def test_a_text_that_begins_otherwise_isnt_guided(steps):
+    """Against a search in the whole text, in which "(<" is both. ``steps``: a token, and how many are undone after it."""
+    inner = Bracketed()
+    inner_accept = inner.accept
+    inner.accept = lambda token: inner_accept(BEGINNINGS[token][0])
+    inner.fill = lambda words, index: words[index].copy_(
+        grammars.mask_of_tokens([each for each, text in BEGINNINGS.items() if (text == b"(") == (not inner.accepted)], 32)
+    )
+    matcher = grammars.OptionalMatcher(inner, [b"<c>", b"(<"], BEGINNINGS.__getitem__, [*BEGINNINGS.items()])
+
+    def fits(tokens):
+        texts = [BEGINNINGS[each] for each in tokens]
+        texts = texts[1:] if texts[:1] == [b" "] else texts
+        whole = b"".join(texts)
+        is_guided = not texts or (texts[0] == b"(" and b"(" not in texts[1:])
+        return whole.startswith((b"<c>", b"(<")) or b"<c>".startswith(whole) or is_guided
+
+    accepted = []
+    for token, undone in steps:
+        words = torch.zeros((1, 1), dtype=torch.int32)
+        matcher.fill(words, 0)
+        allowed = [int(words[0, 0]) >> each & 1 for each in BEGINNINGS]
+        assert allowed == [fits([*accepted, each]) for each in BEGINNINGS]
+        assert matcher.accept(token) == fits([*accepted, token])
+        accepted += [token] * allowed[token]
+        matcher.rollback(min(undone, len(accepted)))
+        del accepted[max(0, len(accepted) - undone) :]
+
+
 @pytest.fixture(scope="module")
 def drawing(cpu):
     return cpu.engine(max_requests=16, max_context=320)
@@ -401,7 +436,12 @@ WRONG = {
     "'not' at #/properties/a": lambda: JsonSchema({"type": "object", "properties": {"a": {"not": {}}}}),
     "'multipleOf'": lambda: JsonSchema({"type": "integer", "multipleOf": 3}),
     "uniqueItems": lambda: JsonSchema({"type": "array", "uniqueItems": True}),
-    "'minimum' beside '\\$ref'": lambda: JsonSchema({"$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {}}}),
+    "'minimum' beside 'enum'": lambda: JsonSchema({"enum": [1], "minimum": 1}),
+    "two different 'pattern'": lambda: JsonSchema({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}),
+    "'b' at #, which its 'additionalProperties'": lambda: JsonSchema(
+        {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]}
+    ),
+    "or more than 64 within each other, at #$": lambda: JsonSchema({"allOf": [{"$ref": "#"}, {"type": "object"}]}),
     "names a schema": lambda: JsonSchema({"$ref": "http://example.com/schema"}),
     "several of its schemas": lambda: JsonSchema({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
     "'propertyNames'": lambda: JsonSchema({"type": "object", "propertyNames": {"pattern": "a"}}),
@@ -455,6 +495,46 @@ def test_schemas_that_clients_derive_from_their_types():
     texts = {f'[{{"x": {number}}}]': abs(number) <= safe for number in (safe, safe + 1, -safe, -safe - 1)}
     for text, fits in {'{"kind": "b"}': True, '{"kind": "c"}': False, **texts}.items():
         assert _is_grammar_accept_string(grammar, text) == fits, text
+
+
+_WHOLE = {"type": "integer", "minimum": 0.5, "exclusiveMaximum": 9.5}
+_JOINED = [
+    (
+        {
+            "allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {"const": 1}}, "required": ["b"]}],
+            "$defs": {"q": {"not": {}}},
+        },
+        ['{"a": 1, "b": 1}'],
+        ['{"a": 1}', '{"b": 1}', '{"a": 0, "b": 1}'],
+    ),
+    ({"$ref": "#/$defs/a", "properties": {"a": {"maximum": 4}}}, ['{"a": 4}'], ["{}", '{"a": 5}']),
+    (
+        {"properties": {"a": _WHOLE, "b": _WHOLE}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"},
+        ['{"a": 1}', '{"b": 9}', '{"a": 1, "b": 1}'],
+        ["{}", '{"a": 0}', '{"b": 10}'],
+    ),
+    (
+        {"properties": {"x": _WHOLE}, "oneOf": [{"properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"]},
+        ['{"x": 1, "k": "a"}', '{"k": "b"}'],
+        ['{"x": 1}', '{"k": "c"}'],
+    ),
+    ({"allOf": [{"type": ["number", "null"], "minimum": 2}, _WHOLE | {"minimum": 1}]}, ["2"], ["1", "null", "2.5"]),
+    ({"items": {"$ref": "#/$defs/L%3Ca~1b%3E"}}, ["[[], [1]]"], ["[1]"]),
+    (
+        {"properties": {"n": {"allOf": [{"$ref": "#"}]}, "m": {"$ref": "#/properties/n"}}},
+        ['{"n": {"n": {}}, "m": {}}'],
+        ['{"m": 1}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "fitting", "unfit"), _JOINED)
+def test_keywords_and_references_that_are_enforced_together(schema, fitting, unfit):
+    definitions = {"a": {"properties": {"a": _WHOLE}, "required": ["a"]}, "L<a/b>": {"type": "array", "items": _WHOLE}}
+    joined = JsonSchema({**schema, "$defs": {**definitions, **schema.get("$defs", {})}})
+    grammar = xgrammar.Grammar.from_json_schema(joined.compiler_text)
+    for text in (*fitting, *unfit):
+        assert _is_grammar_accept_string(grammar, text) == (text in fitting), text
 
 
 def test_tuples_of_older_drafts():

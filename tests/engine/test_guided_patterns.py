@@ -1,7 +1,10 @@
 """Regular expressions as guides: what they allow is what Python's ``re`` matches."""
 
+import base64
+import ipaddress
 import json
 import re
+import uuid
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from outrider import SamplingParams
 from outrider.device import ConfigError
 from outrider.engine import JsonSchema, Regex
 from outrider.engine.guides.grammars import Grammars, mask_words
-from outrider.engine.guides.patterns import IMPLIED_PATTERNS
+from outrider.engine.guides.patterns import FORMATS, IMPLIED_PATTERNS, to_xgrammar_syntax
 from outrider.model import Tokenizer
 
 ENDS = frozenset((0,))
@@ -115,6 +118,32 @@ def test_limits_of_strings_and_formats_of_numbers(limits, fitting, unfit):
 def _takes(tokenizer, compiler, pattern, text):
     state = compiler.guidance(SamplingParams(guide=JsonSchema({"type": "string", "pattern": pattern})), ENDS)
     return all(state.accept_token(token) is None for token in tokenizer.encode(json.dumps(text)))
+
+
+READ = {
+    **dict.fromkeys(("ipv4network", "ipvanynetwork", "ipvanyinterface"), (ipaddress.IPv4Network, None)),
+    "ipvanyaddress": (ipaddress.ip_address, None),
+    "ipv4interface": (ipaddress.IPv4Interface, None),
+    "ipv6network": (ipaddress.IPv6Network, None),
+    "base64": (lambda text: base64.b64decode(text, validate=True), None),
+    **{f"uuid{version}": (lambda text: uuid.UUID(text).version, version) for version in (1, 4, 7)},
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_texts_of_a_format_are_read_by_the_standard_library(name):
+    read, found = READ[name]
+
+    @settings(max_examples=10, deadline=None, database=None, derandomize=True)
+    @given(text=st.from_regex(FORMATS[name], fullmatch=True))
+    def check(text):
+        assert read(text) == found or found is None
+
+    check()
+
+
+def test_a_named_group_may_be_in_the_syntax_of_javascript():
+    assert to_xgrammar_syntax(r"(?<y>\d)\(?<a", in_json=True) == to_xgrammar_syntax(r"(\d)\(?<a", in_json=True)
 
 
 @pytest.mark.parametrize("pattern", ["(a|(?:a){1,3}?)", "a|a{1,3}", "(a{1,2}|b{2})", "(a|(?:a{0,2}b?){2})", "a|[ab]{2}"])

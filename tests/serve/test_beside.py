@@ -139,13 +139,22 @@ def test_a_draining_server_still_tells_of_itself(server, http, monkeypatch, path
     assert http.get("/ready").status_code == 503
 
 
+def test_a_completion_without_a_limit_ends_at_the_context(http):
+    longest = http.get("/v1/models/m").json()["max_model_len"]
+    answer = http.post("/v1/completions", json={"model": "m", "prompt": [5] * (longest - 3), "ignore_eos": True})
+    assert answer.json()["usage"]["completion_tokens"] == 3, answer.text
+    answer = http.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": None, "ignore_eos": True})
+    assert answer.json()["usage"]["completion_tokens"] == 16, answer.text
+
+
 def test_tools_beside_a_response_format(http):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "tools": [tool]}
     both = asked | {"tool_choice": "required"} | schema_of(CHAIN)
-    answer = http.post("/v1/chat/completions", json=both)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == "response_format"
+    answer = http.post(
+        "/v1/chat/completions", json=both | {"parallel_tool_calls": False, "temperature": 0, "max_tokens": 120}
+    )
+    assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f", answer.text
     nameless = asked | {"tool_choice": {"type": "function", "function": {"name": "g"}}}
     assert http.post("/v1/chat/completions", json=nameless).status_code == 400
     none = http.post("/v1/chat/completions", json=asked | {"tool_choice": "none"}).json()

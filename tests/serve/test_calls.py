@@ -94,6 +94,32 @@ def asked(**more):
     return ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], **more)
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("tool_format", [ModelFormat("hermes", "think"), TOOL_CALL_FORMATS["hermes"]])
+def test_an_answer_in_a_format_or_calls(tool_format, size):
+    """Agents offer their tools in the request that names the format of the answer."""
+    calls = RequestToolCalls(asked(tools=[TOOL], response_format={"type": "json_object"}), tool_format)
+    assert calls.guide.unless == ("<tool_call>",)
+    call = WRITTEN["hermes"][1].partition("\n")[2]
+    calls.read_prompt("<|im_start|>assistant\n<think>\n")
+    made = read(calls.create_reader("<|im_start|>assistant\n<think>\n"), f"so</think>\n{call}", size)
+    assert [each["arguments"] for each in made["calls"].values()] == ['{"n": 3}', '{"n": 4}']
+    assert made["reasoning_content"] == "so"
+    if isinstance(tool_format, ModelFormat):
+        text = f'{{"a": "{call}"}}'
+        assert read(calls.create_reader(""), f"</think>\n\n{text}", size) == {
+            "content": text,
+            "reasoning_content": "",
+            "calls": {},
+        }
+    for none in (
+        RequestToolCalls(asked(tools=[TOOL], tool_choice="none", response_format={"type": "json_object"}), tool_format),
+        RequestToolCalls(asked(tools=[TOOL], response_format={"type": "json_object"}), ModelFormat("harmony", "harmony")),
+        RequestToolCalls(asked(tools=[TOOL], response_format={"type": "json_object"}), ModelFormat("json", "none")),
+    ):
+        assert none.guide.unless == ()
+
+
 def test_what_is_asked_for_by_a_choice_of_tools():
     assert RequestToolCalls(asked(), NO_FORMAT).guide is None
     assert '"minItems": 1' in RequestToolCalls(asked(tools=[TOOL], tool_choice="required"), NO_FORMAT).guide.schema

@@ -1,6 +1,9 @@
 """Without the extra, the core says what to install."""
 
+import json
+import logging
 import socket
+import warnings
 
 import pytest
 
@@ -8,8 +11,11 @@ from outrider import errors
 from outrider.cli.main import main
 from outrider.cli.terminal.environment import spans_from_environment
 from outrider.device import ConfigError
+from outrider.engine.requests.sampling import TokenLogprobs
+from outrider.model import Tokenizer
 from outrider.serve import config
 from outrider.serve.command import _read_tool_format
+from outrider.serve.http import request_middleware
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -87,21 +93,52 @@ def test_broken_words_of_a_checkpoint_are_found_before_its_weights_are_loaded(
     assert said in capsys.readouterr().err
 
 
+def test_a_warning_is_a_line_of_the_log(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        request_middleware.log_to_stderr("json")
+        warnings.warn("a library's word", FutureWarning, stacklevel=1)
+        logging.captureWarnings(False)
+    line = json.loads(capsys.readouterr().err)
+    assert line["level"] == "warning"
+    assert "FutureWarning: a library's word" in line["event"]
+
+
+def test_offsets_count_the_characters_that_begin_in_a_token(bundled_target):
+    from outrider.serve.api.service import completion_logprobs
+
+    tokenizer, text = Tokenizer.from_checkpoint(bundled_target), "é日🙂a"
+    entries = [TokenLogprobs(token, float("-inf"), ()) for token in tokenizer.encode(text)]
+    logprobs, end = completion_logprobs(tokenizer, entries, 5)
+    assert end == 5 + len(text)
+    assert logprobs["text_offset"] == [5, 6, 6, 7, 7, 7, 8, 8, 8, 8]
+    json.dumps(logprobs, allow_nan=False)
+
+
+def test_an_empty_response_template_is_an_error(bundled_target):
+    from outrider.serve.api.prompt_builder import PromptResources
+
+    with pytest.raises(ConfigError, match="must be a non-empty dict"):
+        PromptResources(bundled_target, response_template={})
+
+
 def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
-    from outrider.serve.command import _read_api_keys
+    from outrider.serve.command import read_api_keys
 
     file = tmp_path / "keys"
-    file.write_text("# ours\none\n\n two \n")
+    file.write_text("\ufeff# ours\none\n\n two \n", encoding="utf-8")
     monkeypatch.setenv("OUTRIDER_API_KEY", "three, four")
-    assert _read_api_keys(file) == ("three", "four", "one", "two")
+    assert read_api_keys(file) == ("three", "four", "one", "two")
     file.write_text("\n")
     with pytest.raises(ConfigError, match="no API key"):
-        _read_api_keys(file)
+        read_api_keys(file)
     monkeypatch.setenv("OUTRIDER_API_KEY", "")
-    assert _read_api_keys(None) == ()
+    assert read_api_keys(None) == ()
     monkeypatch.setenv("OUTRIDER_API_KEY", " ,")
     with pytest.raises(ConfigError, match="OUTRIDER_API_KEY is ' ,', which has no key"):
-        _read_api_keys(None)
+        read_api_keys(None)
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("none", False), ("otlp", True)])

@@ -10,7 +10,9 @@ from PIL import Image
 from tokenizers import AddedToken, decoders
 
 from outrider import Engine, SamplingParams
+from outrider.errors import RequestError
 from outrider.model import MediaProcessor, load_decoder, load_vision
+from outrider.model.media.preprocessing import decode_image
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import VISION_TOKENS, picture, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
@@ -27,6 +29,21 @@ TEMPLATE = (
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %} {% endfor %}"
 )
+
+
+def test_an_image_is_turned_as_its_camera_says():
+    data, turned = io.BytesIO(), Image.Exif()
+    turned[0x0112] = 6  # orientation: turn to the right
+    Image.new("RGB", (2, 1)).save(data, "jpeg", exif=turned)
+    assert decode_image(data.getvalue()).size == (1, 2)
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:60], lambda data: data.replace(b"IDAT", b"\0DAT")])
+def test_a_broken_image_is_an_error_of_the_request(damage):
+    data = io.BytesIO()
+    Image.fromarray(picture(16, 16)).save(data, "png")
+    with pytest.raises(RequestError, match="can't be read as an image"):
+        decode_image(damage(data.getvalue()))
 
 
 def write_tokenizer(directory, size):

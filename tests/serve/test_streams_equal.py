@@ -134,6 +134,12 @@ OPENED = PROMPTS["hermes"][1]
         ({"tools": [TOOL], "tool_choice": NAMED}, '{"n": 1}', "", True),
         ({"response_format": FORMAT}, '{"a": "<think>"}', '{"a": "<think>"}', False),
         ({"tools": [TOOL], "response_format": FORMAT}, '{"a": 1}', '{"a": 1}', False),
+        (
+            {"tools": [TOOL], "response_format": FORMAT},
+            '<tool_call>{"name": "look", "arguments": {"n": 1}}</tool_call>',
+            "",
+            True,
+        ),
     ],
 )
 def test_reasoning_that_the_prompt_opens_is_no_content(fields, written, content, called, size, name):

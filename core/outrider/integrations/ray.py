@@ -28,10 +28,11 @@ from ray.util.metrics import Gauge
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.cli.options.option_records import ServerOptions
+from outrider.cli.options.option_records import ServerOptions, read_template
 from outrider.device import ConfigError
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.api.responses import SERVER, ApiError
+from outrider.serve.command import read_api_keys
 from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_process import EngineProcess
 from outrider.serve.http.app import create_app
@@ -107,12 +108,11 @@ class Replica:
         options = ServerOptions(**settings.model_dump(include={each.name for each in fields(ServerOptions)}))
         speculation = options.speculation()
         make = options.loader(speculation, max_requests=None)
-        template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
+        template = None if settings.chat_template is None else read_template(settings.chat_template)
         # Wording() raises for invalid templates, before the model is loaded for minutes.
         wording = await asyncio.to_thread(PromptResources, speculation.model, chat_template=template)
-        keys = () if settings.api_key_file is None else tuple(settings.api_key_file.read_text("utf-8").split())
         name = settings.served_model_name or ("outrider-bundled" if settings.model is None else settings.model.resolve().name)
-        config = ServeConfig(names=(name,), max_queued=settings.max_queued, api_keys=keys)
+        config = ServeConfig(names=(name,), max_queued=settings.max_queued, api_keys=read_api_keys(settings.api_key_file))
         self._engine = EngineProcess(
             make, tensor=settings.tensor_parallel, data=settings.data_parallel, expert=settings.expert_parallel
         )

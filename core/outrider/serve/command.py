@@ -212,7 +212,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         config = ServeConfig(
             names=tuple(http.name or (default_name,)),
             drain_s=http.drain_seconds,
-            api_keys=_read_api_keys(http.api_key_file),
+            api_keys=read_api_keys(http.api_key_file),
             allow_origins=tuple(http.allow_origin or ()),
         )
         template = None if http.chat_template is None else read_template(http.chat_template)
@@ -297,7 +297,7 @@ def _with_kv_events(make: Any, addresses: str) -> Any:
     return functools.partial(make_engine_with_events, make, address, replay or None)
 
 
-def _read_api_keys(file: Path | None) -> tuple[str, ...]:
+def read_api_keys(file: Path | None) -> tuple[str, ...]:
     """Return the API keys of the environment and of the file. Raises :class:`ConfigError` for a file without a key."""
     keys = list(api_keys_from_environment())
     if file is not None:

@@ -7,7 +7,6 @@ sampled. The prompt is a text with images or a conversation, and its output may 
 from __future__ import annotations
 
 import inspect
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -308,13 +307,12 @@ def _with_image_placeholders(
 
 
 def _read_image(path: Path) -> object:
-    from PIL import Image
+    from outrider.model.media.preprocessing import decode_image
 
     try:
-        with Image.open(io.BytesIO(read_bounded(path, "an image", _MAX_IMAGE_BYTES))) as picture:
-            return picture.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(f"{path}: can't be read as an image: {error}") from error
+        return decode_image(read_bounded(path, "an image", _MAX_IMAGE_BYTES))
+    except (OSError, RequestError) as error:
+        raise RequestError(f"{path}: {error}") from error
 
 
 _MAX_TEMPLATE_BYTES = 1 << 20

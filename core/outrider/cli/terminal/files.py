@@ -104,7 +104,7 @@ def read_text(path: Path, what: str = "the text of a prompt", most: int = MAX_BY
     Raises :class:`RequestError` for a file that isn't UTF-8 text, and as :func:`read_bounded` does.
     """
     try:
-        return read_bounded(path, what, most).decode("utf-8")
+        return read_bounded(path, what, most).decode("utf-8-sig")  # editors of Windows begin files with a mark
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}; expected {what}") from None
 

@@ -159,6 +159,79 @@ class DelayedMatcher:
         return self._seen is None and self._matcher.is_complete
 
 
+class OptionalMatcher:
+    """A matcher of texts that ``matcher`` matches, and of those that begin with one of ``starts`` after at most one token of
+    white space.
+
+    ``openers`` are the tokens, with their texts, that may be a part of such a beginning.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        starts: Sequence[bytes],
+        bytes_of: Callable[[int], bytes],
+        openers: Sequence[tuple[int, bytes]],
+    ) -> None:
+        self._matcher = matcher
+        self._starts = starts
+        self._bytes_of = bytes_of
+        self._openers = openers
+        self._head: bytes | None = b""  # the text while it may become a start; None once that is decided
+        self._is_guided = True  # False once the matcher has refused the text, or a start has come
+        self._history: list[tuple[bytes | None, bool, bool]] = []  # both values before each token, and if the matcher took it
+
+    def accept(self, token: int) -> bool:
+        """Advance by ``token`` and return True, or return False if it continues no start and the matcher refuses it."""
+        head, is_guided = self._head, self._is_guided
+        text = None if head is None else head + self._bytes_of(token)
+        if text is not None and self._is_leading_space(text):
+            text, is_taken = b"", False
+        else:
+            is_taken = is_guided and self._matcher.accept(token)
+            is_free = (head is None and not is_guided) or (text is not None and text.startswith(tuple(self._starts)))
+            if is_free or text is None or not self._may_become_start(text):
+                text, is_guided = None, is_taken and not is_free
+                if not (is_free or is_taken):
+                    return False
+            else:
+                is_guided = is_taken
+        self._history.append((self._head, self._is_guided, is_taken))
+        self._head, self._is_guided = text, is_guided
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Undo the last ``count`` tokens."""
+        for _ in range(count):
+            self._head, self._is_guided, is_taken = self._history.pop()
+            self._matcher.rollback(int(is_taken))
+
+    def fill(self, words: Tensor, index: int) -> None:
+        """Write the matcher's mask, with the tokens that continue a start, to row ``index`` of ``words``. After a start, all
+        tokens are allowed.
+        """
+        if self._is_guided:
+            self._matcher.fill(words, index)
+        else:
+            words[index].fill_(ALLOW_ALL_WORD if self._head is None else 0)
+        if self._head is not None:
+            texts = ((token, self._head + text) for token, text in self._openers)
+            found = [token for token, text in texts if self._is_leading_space(text) or self._may_become_start(text)]
+            words[index] |= mask_of_tokens(found, 32 * words.shape[1])
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the matcher has matched a complete text."""
+        return self._is_guided and self._matcher.is_complete
+
+    def _is_leading_space(self, text: bytes) -> bool:
+        return not self._history and bool(text) and not text.strip()
+
+    def _may_become_start(self, text: bytes) -> bool:
+        """Return True if ``text`` isn't empty and begins with a start or is the beginning of one."""
+        return bool(text) and any(text.startswith(start) or start.startswith(text) for start in self._starts)
+
+
 class Guidance:
     """The matcher of one request. Between calls the matcher has accepted exactly the request's output."""
 
@@ -302,7 +375,7 @@ class Grammars:
         self._compiler: Any = None
         self._compiler_lock = threading.Lock()  # separate: creating the compiler takes longer than any use of _lock
         self._special = frozenset() if tokenizer is None else tokenizer.special_tokens
-        self._crossing: dict[bytes, list[tuple[int, bytes]]] = {}  # of the last marker
+        self._edge_tokens: dict[Hashable, tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]] = {}
         self._textless: frozenset[int] = frozenset()  # filled when the compiler is created
 
     def compile(self, guide: Guide) -> Any:
@@ -311,9 +384,9 @@ class Grammars:
         Raises :class:`ConfigError` if the engine can't compile any guide, and :class:`RequestError` if this guide fails.
         """
         limit = None if self._time_limit_s is None else min(self._time_limit_s, COMPILE_SECONDS)
-        if guide.after and self._tokenizer is not None:
-            self._crossing_tokens(guide.after.encode(), self._tokenizer)
-            guide = replace(guide, after="")  # has no effect on the grammar
+        if self._tokenizer is not None:
+            self._find_edge_tokens(guide)
+            guide = replace(guide, after="", unless=())  # these have no effect on the grammar
         if self._time_limit_s != math.inf and self._tokenizer is not None and guides_are_available():
             self._create_compiler_once()  # outside the time limit: other ranks wait for the guide only
         with self._lock:
@@ -346,8 +419,8 @@ class Grammars:
         # The grammar treats a stop token with text as text. The request still ends at the token.
         ends = frozenset(self._ends) | (stops & self._special)
         matcher: Matcher = XgrammarMatcher(compiled, sorted(ends), self._textless)
-        if params.guide.after:
-            matcher = self._delayed(matcher, params.guide.after.encode(), ends)
+        if params.guide.after or params.guide.unless:
+            matcher = self._restrict_less(matcher, params.guide, ends)
         ignored_ends = frozenset(self._ends) if params.ignore_eos else frozenset()
         banned = frozenset(token for token, value in params.biases if value == float("-inf"))
         return Guidance(
@@ -357,24 +430,44 @@ class Grammars:
             banned=banned,
         )
 
-    def _delayed(self, matcher: Matcher, marker: bytes, ends: frozenset[int]) -> DelayedMatcher:
+    def _restrict_less(self, matcher: Matcher, guide: Guide, ends: frozenset[int]) -> Matcher:
+        """Return ``matcher`` for the part of the text, or for the texts, that ``guide`` constrains."""
         assert self._tokenizer is not None
-        crossing = self._crossing_tokens(marker, self._tokenizer)
-        bytes_of, vocabulary = self._tokenizer.bytes_of, self._vocabulary
-        return DelayedMatcher(matcher, marker, bytes_of, crossing=crossing, ends=ends, vocabulary=vocabulary)
+        bytes_of = self._tokenizer.bytes_of
+        crossing, openers = self._find_edge_tokens(guide)
+        if guide.unless:
+            matcher = OptionalMatcher(matcher, [start.encode() for start in guide.unless], bytes_of, openers)
+        if guide.after:
+            marker = guide.after.encode()
+            return DelayedMatcher(matcher, marker, bytes_of, crossing=crossing, ends=ends, vocabulary=self._vocabulary)
+        return matcher
 
-    def _crossing_tokens(self, marker: bytes, tokenizer: Tokenizer) -> list[tuple[int, bytes]]:
-        """Return the tokens, with their text in bytes, in which ``marker`` can end before the token does. The result for the
-        last marker is cached.
+    def _find_edge_tokens(self, guide: Guide) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
+        """Return the tokens, with their text in bytes, in which ``guide.after`` can end before the token does, and those that
+        are white space or part of the beginning of a text in ``guide.unless``. The last result is cached.
         """
+        if not (guide.after or guide.unless):
+            return [], []
+        key = (guide.after, guide.unless)
         with self._lock:
-            crossing = self._crossing.get(marker)
-        if crossing is None:
-            texts = ((token, tokenizer.bytes_of(token)) for token in range(self._vocabulary))
-            crossing = [(token, text) for token, text in texts if text.partition(marker[-1:])[2].strip()]
+            found = self._edge_tokens.get(key)
+        if found is None:
+            assert self._tokenizer is not None
+            last, starts = guide.after.encode()[-1:], [start.encode() for start in guide.unless]
+            rests = [start[index:] for start in starts for index in range(len(start))]
+            texts = [(token, self._tokenizer.bytes_of(token)) for token in range(self._vocabulary)]
+            crossing = [(token, text) for token, text in texts if last and text.partition(last)[2].strip()]
+            first_bytes = {rest[0] for rest in rests}.union(b" \t\r\n") if starts else ()
+            openers = [
+                (token, text)
+                for token, text in texts
+                if text[:1] and text[0] in first_bytes
+                if not text.strip() or any(rest.startswith(text) or text.startswith(rest) for rest in rests)
+            ]
+            found = crossing, openers
             with self._lock:
-                self._crossing = {marker: crossing}
-        return crossing
+                self._edge_tokens = {key: found}
+        return found
 
     def _check_can_compile(self) -> None:
         if self._tokenizer is None:

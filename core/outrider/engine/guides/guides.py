@@ -27,6 +27,8 @@ class Guide:
 
     White space of the token that completes the text isn't part of the constrained text.
     """
+    unless: tuple[str, ...] = field(default=(), kw_only=True)
+    """The guide doesn't constrain a text that begins with one of these texts, after at most one token of white space."""
 
 
 @dataclass(frozen=True, slots=True)

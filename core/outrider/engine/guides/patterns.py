@@ -35,24 +35,31 @@ _DATE = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
+_IPV6 = "[0-9a-f]{1,4}(?::[0-9a-f]{1,4}){7}"
+_EMAIL = rf"[A-Za-z0-9_+-]{{1,20}}(?:\.[A-Za-z0-9_+-]{{1,20}}){{0,2}}@(?:{_LABEL}\.){{1,3}}[a-z]{{2,8}}"
+_UUID = "[0-9a-f]{8}-[0-9a-f]{4}-{}[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "date": _DATE,
         "time": _TIME,
         "date-time": f"{_DATE}T{_TIME}",
         "duration": "P(?:[0-9]{1,4}[YMWD]|T[0-9]{1,4}[HMS])",
-        "email": rf"[A-Za-z0-9_+-]{{1,20}}(?:\.[A-Za-z0-9_+-]{{1,20}}){{0,2}}@(?:{_LABEL}\.){{1,3}}[a-z]{{2,8}}",
-        "hostname": _HOST,
-        "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
-        "ipv6": "[0-9a-f]{1,4}(?::[0-9a-f]{1,4}){7}",
-        "uri": _URI,
-        "uri-reference": _URI,
-        "iri": _URI,
+        **dict.fromkeys(("email", "idn-email"), _EMAIL),
+        **dict.fromkeys(("hostname", "idn-hostname"), _HOST),
+        **dict.fromkeys(("ipv4", "ipvanyaddress"), _IPV4),
+        "ipv4interface": f"{_IPV4}/(?:[12]?[0-9]|3[0-2])",
+        **dict.fromkeys(("ipv4network", "ipvanynetwork", "ipvanyinterface"), f"{_IPV4}/32"),
+        "ipv6": _IPV6,
+        **dict.fromkeys(("ipv6network", "ipv6interface"), f"{_IPV6}/128"),
+        **dict.fromkeys(("uri", "uri-reference", "iri", "iri-reference"), _URI),
         "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-        "uuid4": "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}",
+        **{f"uuid{version}": _UUID.replace("{}", str(version)) for version in (1, 3, 4, 5, 6, 7, 8)},
+        "base64": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
+        "json-pointer": "(?:/[A-Za-z0-9_-]*)*",
     }
 )
-"""JSON string formats as regular expressions. Each expression matches a subset of its standard."""
+"""JSON string formats, also pydantic's, as regular expressions. Each expression matches a subset of its standard."""
 FREE_FORMATS = ("binary", "directory-path", "file-path", "password", "path")
 """JSON string formats that allow every text."""
 IMPLIED_PATTERNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -86,7 +93,10 @@ def to_xgrammar_syntax(pattern: str, *, in_json: bool, lengths: tuple[int, int |
     """
     parser: Any = getattr(re, "_parser")  # noqa: B009  (private module of re; sre_parse before Python 3.11)
     try:
-        parsed = parser.parse(pattern)
+        try:
+            parsed = parser.parse(pattern)
+        except re.error:
+            parsed = parser.parse(re.sub(r"(?<!\\)\(\?<(?=[A-Za-z_])", "(?P<", pattern))  # a named group of JavaScript
     except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(f"the pattern {shown(pattern)} isn't a regular expression: {error}") from None
     flags = parsed.state.flags & ~re.UNICODE.value

@@ -2,8 +2,8 @@
 
 Supported keywords:
 
-- general: ``type`` (one or several), ``enum``, ``const``, ``$ref`` within the schema, ``anyOf``, ``allOf`` of one schema,
-  ``oneOf`` of schemas that have no value in common;
+- general: ``type`` (one or several), ``enum``, ``const``, ``$ref`` within the schema, ``anyOf``, ``allOf``, ``oneOf`` of
+  schemas that have no value in common, also next to other keywords if one schema can say the same;
 - numbers: ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``;
 - strings: ``minLength``, ``maxLength``, ``pattern`` (for the whole string), ``format`` (of no effect next to a pattern);
 - arrays: ``items``, ``prefixItems`` (in older drafts a list in ``items``), ``minItems``, ``maxItems``;
@@ -15,10 +15,12 @@ it allows every name. ``propertyNames`` with ``enum`` lists the properties.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote
 
 from outrider.device.errors import ConfigError
 from outrider.engine.guides.patterns import FORMATS, FREE_FORMATS, IMPLIED_PATTERNS, to_xgrammar_syntax
@@ -41,9 +43,10 @@ _ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
         *("$comment", "$schema", "$id", "example", "contentEncoding", "contentMediaType", "contentSchema"),
+        *("$defs", "definitions"),
     )
 )
-_DEFINITIONS = ("$defs", "definitions")
+"""Keywords without an effect on the values, and those whose schemas only references use."""
 _COMBINATORS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _NUMBER_FORMATS: Mapping[str, tuple[int, int] | None] = MappingProxyType(
@@ -64,6 +67,7 @@ _KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 _COUNT_KEYWORDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LIMITS = _NUMBER_KEYWORDS.union(_COUNT_KEYWORDS)
 
 
 def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,13 +75,13 @@ def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises :class:`ConfigError` with the JSON pointer of a keyword that can't be enforced.
     """
-    return dict(_SchemaReader(schema).read_schema(schema, "#", 0))
+    return _SchemaReader(schema).read_root()
 
 
 def find_reference(reference: Any, root: Any) -> Any:
     """Return the schema in ``root`` that ``reference``, the value of a ``$ref``, points to, or None if there is none."""
     target: Any = root
-    parts = reference.split("/") if isinstance(reference, str) else [""]
+    parts = unquote(reference).split("/") if isinstance(reference, str) else [""]
     for part in parts[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, list | tuple) and part.isdecimal() and int(part) < len(target):
@@ -103,6 +107,20 @@ class _SchemaReader:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._nodes = 0
+        self._references = {"#": "#"}
+        """The reference in the translation for each reference in the schema."""
+
+    def read_root(self) -> dict[str, Any]:
+        """Return the translation of the whole schema. Its ``$defs`` are all schemas that references point to, wherever these
+        stand.
+        """
+        translated = dict(self.read_schema(self._root, "#", 0))
+        definitions: dict[str, Any] = {}
+        while len(definitions) < len(self._references) - 1:  # a definition may have further references
+            pointer = [*self._references][len(definitions) + 1]
+            schema = self.read_schema(find_reference(pointer, self._root), pointer, 1)
+            definitions[str(len(definitions) + 1)] = schema
+        return translated | ({"$defs": definitions} if definitions else {})
 
     def read_schema(self, schema: Any, pointer: str, depth: int) -> Any:
         """Return the translation of ``schema``, which stands at the JSON pointer ``pointer``. Raises :class:`ConfigError` for
@@ -127,18 +145,53 @@ class _SchemaReader:
             keywords["prefixItems"] = keywords.pop("items")
             if "additionalItems" in keywords:
                 keywords["items"] = keywords.pop("additionalItems")
-        definitions = {
-            key: self._definitions(keywords.pop(key), f"{pointer}/{key}", depth) for key in _DEFINITIONS if key in keywords
-        }
         combinator = next((key for key in _COMBINATORS if key in keywords), None)
         if combinator is None:
-            return self._typed(keywords, pointer, depth) | definitions
-        return self._combinator(combinator, keywords, pointer, depth) | definitions
+            return self._typed(keywords, pointer, depth)
+        if combinator not in ("const", "enum") and (len(keywords) > 1 or combinator == "allOf"):
+            return self.read_schema(self._join(keywords, pointer), pointer, depth + 1)
+        return self._combinator(combinator, keywords, pointer, depth)
 
-    def _definitions(self, schemas: Any, pointer: str, depth: int) -> dict[str, Any]:
-        if not isinstance(schemas, Mapping):
-            raise _unexpected(pointer, schemas, "an object of schemas")
-        return {name: self.read_schema(schema, f"{pointer}/{name}", depth + 1) for name, schema in schemas.items()}
+    def _join(self, keywords: dict[str, Any], pointer: str) -> Any:
+        """Return one schema for the keywords of a schema and of its ``$ref`` and ``allOf``: each alternative of its ``anyOf``
+        or ``oneOf`` gets all of them.
+        """
+        alternatives = next((key for key in ("anyOf", "oneOf") if key in keywords), None)
+        apart = ("$ref", "allOf", alternatives)
+        joined = {key: value for key, value in keywords.items() if key not in apart}
+        parts = [{"$ref": keywords["$ref"]}] if "$ref" in keywords else []
+        for part in parts + self._schemas("allOf", keywords, pointer):
+            joined = _merge(joined, self._resolved(part, pointer), pointer)
+        if alternatives is None:
+            return joined if len(keywords) > 1 or len(keywords["allOf"]) > 1 else keywords["allOf"][0]
+        branches = [self._resolved(each, pointer) for each in self._schemas(alternatives, keywords, pointer)]
+        return {alternatives: [_merge(joined, each, pointer) for each in branches]} if joined else {alternatives: branches}
+
+    def _resolved(self, schema: Any, pointer: str) -> dict[str, Any]:
+        """Return the keywords of ``schema``, or of the schema that its ``$ref`` alone stands for."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, Mapping):
+                break
+            keywords = _without_annotations(schema)
+            if set(keywords) != {"$ref"}:
+                return keywords
+            schema = self._target(keywords["$ref"], pointer)
+        if schema is True:
+            return {}
+        raise _unexpected(pointer, schema, "a schema: an object, or true")
+
+    def _target(self, reference: Any, pointer: str) -> Any:
+        target = find_reference(reference, self._root)
+        if target is None:
+            raise _unexpected(f"{pointer}/$ref", reference, "'#', or '#/…' that names a schema in this one")
+        return target
+
+    def _schemas(self, key: str, keywords: Mapping[str, Any], pointer: str) -> list[Any]:
+        """Return the schemas of the combinator ``key``."""
+        schemas = keywords.get(key, [])
+        if not isinstance(schemas, list | tuple) or (key in keywords and not 0 < len(schemas) <= MAX_BRANCHES):
+            raise _unexpected(f"{pointer}/{key}", schemas, f"a list of 1 to {MAX_BRANCHES} schemas")
+        return list(schemas)
 
     def _combinator(self, key: str, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
         """Return the translation of a schema with the keyword ``key`` of :data:`_COMBINATORS`."""
@@ -150,9 +203,8 @@ class _SchemaReader:
                 "one"
             )
         if key == "$ref":
-            if find_reference(value, self._root) is None:
-                raise _unexpected(f"{pointer}/$ref", value, "'#', or '#/…' that names a schema in this one")
-            return {key: value}
+            self._target(value, pointer)
+            return {key: self._references.setdefault(value, f"#/$defs/{len(self._references)}")}
         if key in ("const", "enum"):
             values = [value] if key == "const" else value
             if not isinstance(values, list | tuple) or not values:
@@ -161,13 +213,8 @@ class _SchemaReader:
                 if types is not None and not _has_type(each, types):
                     raise ConfigError(f"the JSON schema has {shown(each)} at {pointer}/{key}, which isn't of its type")
             return {key: value}
-        if not isinstance(value, list | tuple) or not value:
-            raise _unexpected(f"{pointer}/{key}", value, "a list of schemas")
-        if key == "allOf" and len(value) > 1:
-            raise ConfigError(f"the JSON schema has {len(value)} schemas in 'allOf' at {pointer}; write them as one")
-        if len(value) > MAX_BRANCHES:
-            raise _unexpected(f"{pointer}/{key}", value, f"at most {MAX_BRANCHES} schemas")
-        branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
+        schemas = self._schemas(key, {key: value}, pointer)
+        branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(schemas)]
         if key == "oneOf":
             self._check_disjoint(value, pointer)
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
@@ -212,6 +259,8 @@ class _SchemaReader:
             outside = isinstance(limit, int | float) and (limit < -MAX_NUMBER if "min" in key.lower() else limit > MAX_NUMBER)
             if outside:  # a narrower limit allows a part of the numbers
                 keywords[key] = limit = MAX_NUMBER if limit > 0 else -MAX_NUMBER
+            if name == "integer" and isinstance(limit, float) and abs(limit) <= MAX_NUMBER:
+                keywords[key] = (math.ceil if key in ("minimum", "exclusiveMaximum") else math.floor)(limit)
             if not isinstance(limit, int | float) or isinstance(limit, bool) or abs(limit) > MAX_NUMBER:
                 raise _unexpected(f"{pointer}/{key}", limit, "a number of at most 2**53")
         result: dict[str, Any] = {"type": name, **keywords}
@@ -291,6 +340,38 @@ class _SchemaReader:
             )
 
 
+def _merge(one: Mapping[str, Any], other: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    """Return a schema that allows the values that both schemas allow. Raises :class:`ConfigError` for keywords that no single
+    schema can state together.
+    """
+    merged = dict(one)
+    for key, value in other.items():
+        mine = merged.setdefault(key, value)
+        both = (mine, value)
+        if mine == value:
+            continue
+        if key == "properties" and all(isinstance(each, Mapping) for each in both):
+            merged[key] = mine | {
+                name: {"allOf": [mine[name], each]} if name in mine else each for name, each in value.items()
+            }
+        elif key in ("required", "allOf") and all(isinstance(each, list) for each in both):
+            merged[key] = [*mine, *(each for each in value if each not in mine)]
+        elif key == "type" and (types := _common_types(_types(mine, pointer), _types(value, pointer))):
+            merged[key] = types
+        elif key in _LIMITS and all(isinstance(each, int | float) for each in both):
+            merged[key] = (max if "min" in key.lower() else min)(both)
+        else:
+            raise ConfigError(f"the JSON schema has two different {key!r} at {pointer}; they can't be enforced together")
+    for schema in (one, other):
+        if schema.get("additionalProperties", True) is not True:
+            undefined = next(
+                (name for name in merged.get("properties", ()) if name not in schema.get("properties", ())), None
+            )
+            if undefined is not None:
+                raise ConfigError(f"the JSON schema has {undefined!r} at {pointer}, which its 'additionalProperties' refuse")
+    return merged
+
+
 def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key not in _ANNOTATIONS and not key.startswith("x-")}
 
@@ -304,6 +385,12 @@ def _types(schema: Any, pointer: str) -> tuple[str, ...]:
     if not types or not all(isinstance(name, str) and name in _KEYWORDS_OF_TYPE for name in types):
         raise _unexpected(f"{pointer}/type", schema, f"one of {', '.join(_KEYWORDS_OF_TYPE)}, or several of them")
     return tuple(dict.fromkeys(types))
+
+
+def _common_types(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the types of values that are of a type in ``one`` and of one in ``other``. A number includes the integers."""
+    found = [name for name in one if name in other or (name == "integer" and "number" in other)]
+    return (*found, *(name for name in other if name == "integer" and "number" in one and name not in found))
 
 
 def _are_disjoint(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, AnyStr
 
 from outrider.device import ConfigError
-from outrider.engine.guides.guides import Guide
+from outrider.engine.guides.guides import GUIDES, Guide
 from outrider.errors import shown
 
 if TYPE_CHECKING:
@@ -106,9 +106,8 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos is {shown(self.ignore_eos)}; expected True or False")
         if self.guide is not None and (not isinstance(self.guide, Guide) or type(self.guide) is Guide):
-            raise ConfigError(
-                f"guide is {shown(self.guide)}; expected JsonSchema, JsonObject, Regex, Ebnf or Choice of outrider.engine"
-            )
+            names = ", ".join(each.__name__ for each in GUIDES)
+            raise ConfigError(f"guide is {shown(self.guide)}; expected a guide of outrider.engine: {names}")
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "spelled_tokens", _token_ids(self.spelled_tokens, "spelled_tokens"))
         object.__setattr__(self, "stop", _strings(self.stop))

@@ -8,6 +8,7 @@ combined into one temporal patch.
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError
-from outrider.errors import CheckpointError, RequestError, shown
+from outrider.errors import CheckpointError, RequestError, one_line, shown
 from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
 from outrider.model.config.checkpoint_config import has_alternating_axes, hf_config
 from outrider.model.config.config_fields import FLAG, Field, check_fields, list_of, number, record, whole_number
@@ -58,6 +59,19 @@ _IMAGE: Mapping[str, Field] = MappingProxyType(
 
 Picture = Any
 """An image that a caller passes: a ``PIL.Image.Image``, or an array or tensor [rows, columns, colours]."""
+
+
+def decode_image(data: bytes) -> Any:
+    """Return the image in the bytes of a file, in RGB and upright. Raises :class:`RequestError` for data that is none."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > (Image.MAX_IMAGE_PIXELS or 1 << 26):
+                raise ConfigError(f"{image.width} x {image.height} pixels are too many")
+            return ImageOps.exif_transpose(image).convert("RGB")  # cameras store turned images, and how to turn them back
+    except Exception as error:  # Pillow's decoders raise many error classes
+        raise RequestError(f"the data can't be read as an image: {one_line(str(error))}") from error
 
 
 @dataclass(frozen=True, slots=True)

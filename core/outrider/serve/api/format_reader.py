@@ -202,12 +202,20 @@ class FormatReader:
     """
 
     def __init__(
-        self, model_format: ModelFormat, prompt: str, tools: Sequence[dict[str, Any]], *, max_calls: int | None = None
+        self,
+        model_format: ModelFormat,
+        prompt: str,
+        tools: Sequence[dict[str, Any]],
+        *,
+        max_calls: int | None = None,
+        calls_first: bool = False,
     ) -> None:
         """Create a reader for one answer.
 
-        ``prompt`` is the text before the answer. Without ``tools`` all calls are content; ``max_calls`` limits them.
+        ``prompt`` is the text before the answer. Without ``tools`` all calls are content; ``max_calls`` limits them. With
+        ``calls_first`` the first call begins the answer.
         """
+        self._calls_first = calls_first
         self._regions = [region for region in model_format.regions if tools or region.kind != "call"]
         self._parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._max_calls = max_calls
@@ -215,7 +223,8 @@ class FormatReader:
         self._buffer, self._last = "", False
         self._delta: dict[str, Any] = {}
         self._count = 0
-        self._has_text = self._skips_space = reasoning is not None
+        self._has_text = reasoning is not None
+        self._skips_space = self._has_text or calls_first
         self._space = ""
         """White space at the end of the content so far; :meth:`feed` reports it once text follows."""
         self._drops_space = False
@@ -281,7 +290,8 @@ class FormatReader:
         """Read up to the next region and through its head. Return the region and the match of the head."""
         while True:
             is_first = not (self._has_text or self.has_calls)
-            regions = [region for region in self._regions if is_first or not region.only_first]
+            has_only_text = self._calls_first and self._has_text and not self.has_calls
+            regions = [region for region in self._regions if is_first or not (region.only_first or has_only_text)]
             position, literal = self._find([start for region in regions for start in region.starts])
             self._emit_text("content", self._take(position))
             if not literal:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.media.chat_template import ChatTemplate
+from outrider.model.media.preprocessing import decode_image
 from outrider.serve.api.model_formats import ModelFormat, choose_format
 from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, thinking_variables
-from outrider.serve.api.responses import ApiError, bad_request
+from outrider.serve.api.responses import bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
 
 _MAX_IMAGES = 64
@@ -72,7 +72,9 @@ class PromptResources:
         source = "" if self.chat_template is None else self.chat_template.tool_source
         chosen = choose_format(tool_format, reasoning_format, source)
         own = None if self.chat_template is None else self.chat_template.response_template
-        template = response_template or (own if tool_format is None and reasoning_format is None else None)
+        template = (
+            own if response_template is None and tool_format is None and reasoning_format is None else response_template
+        )
         self.answer_format: Mapping[str, Any] | ModelFormat = chosen if template is None else template
         """How the model writes tool calls and reasoning: the given format, the checkpoint's, or that of its family."""
         markers = chosen.literals
@@ -281,7 +283,7 @@ class PromptBuilder:
         if num_images >= _MAX_IMAGES:
             raise bad_request(f"more than {_MAX_IMAGES} images in a request", field)
         try:
-            return self._processor.image(_decode_image(_decode_data_url(url, field), field))
+            return self._processor.image(decode_image(_decode_data_url(url, field)))
         except RequestError as error:
             raise bad_request(str(error), field) from error
 
@@ -305,20 +307,6 @@ def _decode_data_url(url: str, field: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise bad_request(f"the image's base64 can't be read: {error}", field) from error
-
-
-def _decode_image(data: bytes, field: str) -> Any:
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            if image.width * image.height > (Image.MAX_IMAGE_PIXELS or 1 << 26):
-                raise bad_request(f"the image has {image.width} x {image.height} pixels, which is too many", field)
-            return image.convert("RGB")
-    except ApiError:
-        raise
-    except Exception as error:  # Pillow's decoders raise many error classes
-        raise bad_request(f"the image can't be read: {one_line(str(error))}", field) from error
 
 
 def _arguments(text: str) -> Any:

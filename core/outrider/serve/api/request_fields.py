@@ -155,7 +155,9 @@ class CompletionRequest(SamplingFields):
         | ListOf[int]
         | Annotated[ListOf[ListOf[int]], Field(max_length=_MAX_PROMPTS)]
     ) = Field("", description="Absent, null or empty: the start of a document.")
-    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = 16
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = Field(
+        None, description="Absent or null: 16, or as many as the context holds."
+    )
     logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     echo: bool | None = False
     suffix: str | None = None

@@ -111,6 +111,10 @@ class ChoiceText:
         return delta
 
 
+_MIN_LOGPROB = -9999.0
+"""The log-probability that clients get for an impossible token: JSON has no infinity."""
+
+
 def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
     """Return the ``logprobs`` field of a completion, and the text offset after its last token.
 
@@ -120,12 +124,15 @@ def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], 
     for entry in entries:
         offsets.append(offset)
         tokens.append(format_token(tokenizer, entry.token))
-        offset += len(tokens[-1])
+        offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.bytes_of(entry.token))  # characters that begin in the token
     return {
         "tokens": tokens,
-        "token_logprobs": [entry.logprob for entry in entries],
+        "token_logprobs": [max(entry.logprob, _MIN_LOGPROB) for entry in entries],
         "top_logprobs": [
-            {format_token(tokenizer, token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))}
+            {
+                format_token(tokenizer, token): max(logprob, _MIN_LOGPROB)
+                for token, logprob in (*entry.top, (entry.token, entry.logprob))
+            }
             for entry in entries
         ],
         "text_offset": offsets,
@@ -137,7 +144,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dic
 
     def token_entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.bytes_of(token)
-        return {"token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
+        return {"token": data.decode(errors="replace"), "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(data)}
 
     content = [
         {**token_entry(entry.token, entry.logprob), "top_logprobs": [token_entry(token, value) for token, value in entry.top]}
@@ -158,6 +165,8 @@ def format_token(tokenizer: Tokenizer, token: int) -> str:
 T = TypeVar("T")
 LOG_FIELDS_KEY = "outrider"
 """Key in the ASGI scope of a dict: a route adds the fields to it that the request's log record shall have."""
+_DEFAULT_COMPLETION_TOKENS = 16
+"""Maximum number of tokens of a completion whose request names none, as in OpenAI's API."""
 _RETRY_AFTER_S = 1
 """Value in seconds of the header ``Retry-After`` for a client whose request was refused."""
 _MAX_INLINE_CHARACTERS = 1024
@@ -272,6 +281,8 @@ class Service:
         newer = getattr(body, "max_completion_tokens", None) is not None
         field = "max_completion_tokens" if newer else "max_tokens"
         limits = [self.output_limit(prompt, max_tokens, field) for prompt in prompts]
+        if max_tokens is None and calls is None:
+            limits = [min(limit, _DEFAULT_COMPLETION_TOKENS) for limit in limits]
         params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in limits]
         if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
             prompts = [prompt for prompt in prompts for _ in range(n)]

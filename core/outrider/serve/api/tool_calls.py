@@ -159,9 +159,9 @@ class RequestToolCalls:
         if self._choice not in (None, "none") and not self._tools:
             raise bad_request("tool_choice is only allowed when tools are given", "tool_choice")
         schema = self._schema_of_calls()
-        if schema is not None and response_format is not None:
-            raise bad_request("response_format doesn't go with a tool_choice that asks for a call", "response_format")
         self.guide = response_format if schema is None else _make_guide(schema)
+        if schema is None and response_format is not None and self._tools and self._choice != "none":
+            self.guide = replace(response_format, unless=_call_starts(answer_format))
 
     def read_prompt(self, prompt: str) -> None:
         """Let the guide begin after the reasoning, if the prompt opens it.
@@ -181,6 +181,8 @@ class RequestToolCalls:
             reader = NamedToolReader(self._choice.function.name)
         elif self._choice == "required":
             reader = CallListReader(_CALL_LIST, prompt, self._tools)
+        elif self.guide.unless:
+            reader = _format_reader(self._answer_format, "", self._tools, self._max_calls, calls_first=True)
         else:
             reader = FormatReader(_CONTENT, prompt, [])
         return ReasoningReader(self.guide.after, reader) if self.guide.after else reader
@@ -210,13 +212,31 @@ def _make_guide(schema: dict[str, Any]) -> JsonSchema:
 
 
 def _format_reader(
-    answer_format: Mapping[str, Any] | ModelFormat, prompt: str, tools: list[dict[str, Any]], max_calls: int | None
+    answer_format: Mapping[str, Any] | ModelFormat,
+    prompt: str,
+    tools: list[dict[str, Any]],
+    max_calls: int | None,
+    *,
+    calls_first: bool = False,
 ) -> ToolCallReader:
     """Return a reader of the model's format. Without ``tools`` all calls are content."""
     if isinstance(answer_format, ModelFormat):
-        return FormatReader(answer_format, prompt, tools, max_calls=max_calls)
+        return FormatReader(answer_format, prompt, tools, max_calls=max_calls, calls_first=calls_first)
     template = answer_format if tools else _without_calls(answer_format)
     return ParsedResponseReader(template, prompt, tools, max_calls=max_calls)
+
+
+def _call_starts(answer_format: Mapping[str, Any] | ModelFormat) -> tuple[str, ...]:
+    """Return the texts that begin tool calls and nothing else. Texts that may begin JSON or another region aren't among
+    them.
+    """
+    if isinstance(answer_format, ModelFormat):
+        regions = answer_format.regions
+        others = {start for region in regions if region.kind != "call" for start in region.starts}
+        starts = [start for region in regions if region.kind == "call" for start in region.starts if start not in others]
+    else:
+        starts = [answer_format["fields"].get("tool_calls", {}).get("open")]
+    return tuple(each for each in starts if isinstance(each, str) and each == each.strip() and each not in ("[", "{", ""))
 
 
 def _reasoning_end(answer_format: Mapping[str, Any] | ModelFormat, prompt: str) -> str | None:

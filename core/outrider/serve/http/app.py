@@ -116,7 +116,7 @@ def create_app(
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
         texts = prompter.prompt_texts(body.prompt) if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
-        generation = await service.start_generation(body, request, prompts, body.max_tokens or 16)
+        generation = await service.start_generation(body, request, prompts, body.max_tokens)
         writer = CompletionWriter(body, generation, prompter.tokenizer, fingerprint=fingerprint, echoed=echoed)
         return writer.respond(service, stream=body.stream)
 
@@ -169,7 +169,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         texts = {
-            400: "the body can't be read as JSON; send it in UTF-8 and without Content-Encoding",
+            400: "the body can't be read as JSON; send it in UTF-8, without Content-Encoding and deep nesting",
             404: f"there is nothing at {path}",
             405: f"{path} has no {request.method}",
         }

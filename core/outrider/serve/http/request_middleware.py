@@ -282,10 +282,13 @@ class TextFormatter(logging.Formatter):
 
 
 def log_to_stderr(form: str) -> None:
-    """Write all log records to standard error. ``form`` is ``json`` or ``text``. Replaces the handlers of the root logger."""
+    """Write all log records to standard error, also Python's warnings. ``form`` is ``json`` or ``text``. Replaces the
+    handlers of the root logger.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
