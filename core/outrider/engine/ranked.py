@@ -175,11 +175,11 @@ class RankedStep:
             shape["prompts"] = replayed.tokens
         if batch.launched.decode:
             features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
+            if features.guided:  # no graph covers masks
+                return shape | {"mode": "called", "bucket": count}
             drafted = self._parts.proposer.nodes if drafted is None else drafted
-            shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
-            verified = batch.launched.verified
-            decode = self.step.runner.batch(count, drafted, features, 0, None, verified)
-            shape["bucket"] = count if features.guided else decode.bucket
+            decode = self.step.runner.batch(count, drafted, features, 0, None, batch.launched.verified)
+            shape |= {"mode": str(self._parts.config.step_mode), "bucket": decode.bucket}
         return shape
 
     def invalidate(self) -> None:
