@@ -122,7 +122,7 @@ def compiled(target, *some, cache):
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
@@ -150,14 +150,13 @@ def derived(which, architectures, cache, timeout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architectures", [("gfx942",), ARCHITECTURES], ids=len)
-def test_the_largest_derived_configurations_compile_within_their_shared_memory(pytestconfig, architectures):
-    rows = derived("few", architectures, pytestconfig.cache.mkdir("triton"), 300)
-    pipelines = 8 if "sm_90" in architectures else 0
-    assert len(rows) == 5 * len(architectures) + pipelines  # products, three quantised, attention; multi-stage pipelines
+def test_the_largest_derived_configurations_compile_within_their_shared_memory(pytestconfig):
+    rows = derived("few", ARCHITECTURES, pytestconfig.cache.mkdir("triton"), 1800)
+    assert len(rows) == 5 * len(ARCHITECTURES) + 8  # products, three quantised, attention; multi-stage pipelines of sm_90
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_derived_configuration_compiles_within_its_shared_memory(architecture, pytestconfig):
-    assert len(derived("all", [architecture], pytestconfig.cache.mkdir("triton"), 3000)) > 50
+    """Up to 1,500 configurations per architecture, about a second each."""
+    assert len(derived("all", [architecture], pytestconfig.cache.mkdir("triton"), 7200)) > 50

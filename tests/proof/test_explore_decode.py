@@ -79,7 +79,7 @@ def test_a_fence_that_the_whole_table_does_not_exercise_fails(outrider, monkeypa
 @pytest.mark.parametrize("mode", [("--graphs",), ("--mode", "fused")])
 @pytest.mark.parametrize("backend", ["cpu", "sim"])
 def test_every_fence_of_the_table(outrider, backend, mode):
-    shown = outrider("explore", "decode", "--backend", backend, "--drop-fence", "every", "--iterations", "6", *mode, "--json")
+    shown = outrider("explore", "decode", "--backend", backend, "--drop-fence", "every", "--iterations", "2", *mode, "--json")
     assert shown.code == 0, shown.json["fences"]
     assert sum(row["found"] for row in shown.json["fences"]) >= 5
 

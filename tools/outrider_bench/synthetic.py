@@ -102,8 +102,9 @@ def _make_table(
     for shift, factor in _HASH_ROUNDS:
         hashed = (hashed ^ hashed >> shift) * factor & _LAST_HASH
     hashed ^= hashed >> 10
-    chances = torch.tensor([[round(rate * 65536) for rate in kind[:drafted]] for kind in rates], device=device)
-    count = (hashed.unsqueeze(-1) < chances.unsqueeze(1)).sum(-1, keepdim=True)
+    # Chances are scalars: a tensor of them would be a copy from the host, which a graph can't capture.
+    accepted = [[hashed < round(rate * 65536) for rate in kind[:drafted]] for kind in rates]
+    count = torch.stack([sum(drafts, start=torch.zeros_like(hashed)) for drafts in accepted]).unsqueeze(-1)
     following = hashed.flip(0) * 40503 % vocabulary
     index = torch.arange(drafted + 1, device=device)
     others = torch.where(index < count, 0, torch.where(index == count, following.unsqueeze(1), -1))

@@ -174,7 +174,7 @@ class RankedStep:
         if replayed is not None:
             shape["prompts"] = replayed.tokens
         if batch.launched.decode:
-            if batch.features.guided:
+            if batch.features.guided:  # no graph covers masks
                 return {**shape, "mode": "called", "bucket": len(batch.launched.decode)}
             shape["mode"] = str(self._parts.config.step_mode)
             shape["bucket"] = self.step.decode_batch(self.step.runner, batch.launched, batch.features).bucket

@@ -185,7 +185,7 @@ def attend(sequence: SequenceOperands, window: int, scale: float, dtype: torch.d
     weights, relative = _weights(sequence, window, scale, dtype)
     v = _of_queries(sequence.values, sequence)
     relative = relative + bounds.growth(v.shape[1], bounds.wide(dtype))
-    error = (weights * relative) @ v.abs()
+    error = (weights * relative + bounds.smallest_normal(dtype)) @ v.abs()  # an exponential may underflow to 0
     return bounds.rounded(bounds.Number((weights @ v).transpose(0, 1), error.transpose(0, 1)), dtype)
 
 

@@ -44,6 +44,11 @@ def wide(dtype: torch.dtype) -> float:
     return UNIT[torch.float64 if dtype is torch.float64 else torch.float32]
 
 
+def smallest_normal(dtype: torch.dtype) -> float:
+    """Return the smallest normal number of the dtype in which kernels add up ``dtype``; they may flush smaller ones to 0."""
+    return torch.finfo(_statistics(dtype)).tiny
+
+
 def growth(count: int, unit: float) -> float:
     """Return the error of adding ``count`` terms, relative to the sum of their magnitudes."""
     return float(min(count, _LAMBDA * count**0.5) * unit)
