@@ -19,6 +19,7 @@ from outrider.engine.graphs import CaptureReport, measure_captures
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
+from outrider.engine.setup.facts import MAX_GRAPH_TOKENS
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
@@ -219,12 +220,8 @@ class Prefill:
         raise RequestFailed(chunk.request, error) from error
 
 
-MAX_GRAPH_TOKENS = 6144
-"""Maximum number of tokens of prompt chunks that are replayed from a graph. For more tokens the device takes longer than the
-host needs to launch the kernels: a host that was idle just before takes some 2 ms a layer.
-"""
 LEAST_WITHOUT_CONTEXT = 1024
-"""Minimum number of tokens from which a second graph serves chunks at the begin of their prompts. Attention may then copy
+"""Minimum number of tokens from which a second graph serves chunks that begin their prompts. Attention may then copy
 the keys and values of the chunks to contiguous memory.
 """
 MOST_SEQUENCES = 16

@@ -26,6 +26,10 @@ _LOGITS_COPIES = 16
 """Number of float32 copies of a token's logits that option processing, sampling and verification hold at the same time."""
 _GRAPHS_BYTES, _GRAPHS_REQUEST_BYTES = 3 << 28, 8 << 20
 """Estimated device memory of captured graphs in bytes: a fixed part, and a part for each request of the largest bucket."""
+MAX_GRAPH_TOKENS = 6144
+"""Maximum number of tokens of prompt chunks that are replayed from a graph, which holds memory for them. For more tokens the
+device takes longer than the host needs to launch the kernels: a host that was idle just before takes some 2 ms a layer.
+"""
 _HIDDEN_ROWS = 6
 _INNER_ROWS = 3
 """Numbers of activation rows per token that a forward pass holds at the same time: ``_HIDDEN_ROWS`` of the hidden size,

@@ -13,7 +13,7 @@ import torch
 
 from outrider.device import CACHE_FORMATS, Capabilities, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig, state_rows
-from outrider.engine.setup.facts import CacheMemory, DeviceModelFacts
+from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, CacheMemory, DeviceModelFacts
 
 GIB = 1 << 30
 KV_SHARE = 0.9
@@ -299,7 +299,9 @@ class _Decisions:
         """Return the maximum number of pages that the memory holds, with the reason."""
         facts, share, states = self._facts, self._config.kv_memory, self._state_bytes
         free = f"{memory.free / GIB:.1f} GiB that are free"
-        work = facts.fixed_bytes + self._number("prefill_chunk") * facts.prompt_token_bytes
+        chunk = self._number("prefill_chunk")
+        in_graphs = min(chunk, MAX_GRAPH_TOKENS) if facts.capabilities.captures_graphs else 0
+        work = facts.fixed_bytes + (chunk + in_graphs) * facts.prompt_token_bytes
         work += self._max_requests * (facts.slots * facts.drafted_token_bytes + facts.request_bytes)
         if states:
             free += f", without {states / GIB:.1f} GiB of recurrent states"
