@@ -12,7 +12,7 @@ from tests.engine.test_prefill_graphs import noted_replays
 from model.hybrid_checkpoints import MtpOracle
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, SamplingParams
-from outrider.device import ConfigError, Recompute, SpeculativeSync
+from outrider.device import ConfigError, InterfaceError, Recompute, SpeculativeSync
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.errors import RequestError
 from outrider.model import (
@@ -435,6 +435,8 @@ def test_nothing_is_computed_again_for_text_or_an_idle_batch(made, bundle32):
             views.verify.positions.copy_(places)
             join.recompute(Recompute.MROPE_POSITIONS)
             join.refresh("rope_positions")
+            with pytest.raises(InterfaceError, match="refreshes 'positions' before a replay"):
+                join.refresh("positions")
             expected = places if engine is text else places.expand(3, -1)
             assert torch.equal(views.verify.rope_positions, expected)
             if static or engine is text:

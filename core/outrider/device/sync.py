@@ -130,7 +130,10 @@ class JoinedPlan(Protocol):
         """
 
     def refresh(self, buffer: str) -> None:
-        """Copy ``buffer`` into the graph's static input again. Do nothing if no graph is used."""
+        """Copy ``buffer``, ``rope_positions``, into the graph's static input again. Do nothing if no graph is used.
+
+        Raises :class:`~outrider.device.InterfaceError` for another name.
+        """
 
 
 class SpeculativeSync:
@@ -160,7 +163,7 @@ class SpeculativeSync:
     """Values that are computed again after the plan stream has joined and before the replay."""
 
     refresh_before_replay: frozenset[str] = frozenset()
-    """Static graph inputs that are copied again before the replay, by name."""
+    """Static graph inputs that are copied again before the replay, by name: ``rope_positions``, or none."""
 
     draft_lengths: frozenset[int] | None = None
     """Draft lengths, in tokens, that verification works with on this device; None: all. A configuration with another length

@@ -328,6 +328,7 @@ def test_the_policy_is_well_formed(backend: Backend) -> None:
     assert all(isinstance(mode, StepMode) for mode in sync.step_modes), sync.step_modes
     assert isinstance(sync.published_waiter, Waiter), sync.published_waiter
     assert all(isinstance(what, Recompute) for what in sync.recompute_after_join), sync.recompute_after_join
+    assert sync.refresh_before_replay <= {"rope_positions"}, f"refresh_before_replay is {set(sync.refresh_before_replay)}"
     for name in ("exact_host_lengths", "results_on_forward", "fused_host_wait", "rebind_params"):
         assert isinstance(getattr(sync, name), bool), f"{name} is {getattr(sync, name)!r}"
     lengths, size = sync.draft_lengths, sync.bytes_per_request

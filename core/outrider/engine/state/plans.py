@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, HostParam, Recompute, SpeculativeSync, Stream
+from outrider.device import AttentionMetadata, HostParam, InterfaceError, Recompute, SpeculativeSync, Stream
 from outrider.engine.state.buffers import DecodeInputs, VerifyInputs
 from outrider.model import LanguageModel
 from outrider.speculative.proposer import HostSeqLens, Proposer
@@ -46,9 +46,14 @@ class PlanAtJoin:
 
     def refresh(self, buffer: str) -> None:
         """Copy ``rope_positions`` to the buffer that a captured verify reads, after the join. Without a graph it does
-        nothing.
+        nothing. Raises :class:`InterfaceError` for another name.
         """
-        if buffer == "rope_positions" and self.captured:
+        if buffer != "rope_positions":
+            raise InterfaceError(
+                f"the backend's policy refreshes {buffer!r} before a replay; the only static input is 'rope_positions' "
+                "(SpeculativeSync.refresh_before_replay, after_join)"
+            )
+        if self.captured:
             self.verify.copy_rope_positions_for_graph()
 
 
