@@ -4,6 +4,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.engine.requests.request import FinishReason
+from outrider.engine.state.staging import InputUpload
 from outrider_proof import tiny
 
 PROMPTS = [(3,), (1, 2, 3, 4, 5), (7, 7)]
@@ -31,16 +32,14 @@ def test_what_cant_be_packed(overlap, value):
 
 
 def test_an_error_that_is_nobodys_own_reaches_the_caller(monkeypatch):
-    from outrider.engine.state import staging
+    honest = InputUpload._packed
 
-    honest = staging.pack
-
-    def together(batch, **named):
+    def together(upload, batch, bucket=None):
         if len(batch.requests) > 1:
             raise ZeroDivisionError
-        return honest(batch, **named)
+        return honest(upload, batch, bucket)
 
-    monkeypatch.setattr(staging, "pack", together)
+    monkeypatch.setattr(InputUpload, "_packed", together)
     engine = tiny.engine(None, prefill_chunk=16)
     ids = [engine.add_request(prompt, SamplingParams(max_tokens=2)) for prompt in PROMPTS[:2]]
     with pytest.raises(ZeroDivisionError):

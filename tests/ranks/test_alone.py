@@ -90,7 +90,7 @@ def test_a_rank_that_refuses_what_the_first_one_took_is_named():
     def body(ranks):
         engine = engine_of(ranks)
         if ranks.rank:
-            engine._admission.max_context = 4
+            engine._admission.config = replace(engine._admission.config, max_context=4)
             return engine.follow()
         return answers(engine)
 

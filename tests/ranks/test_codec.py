@@ -185,7 +185,7 @@ TOKENS_AT, PARAMS_AT, PRIORITY_AT, MEDIA_AT = range(4)
         (changed(ADD, lambda call: call[PARAMS_AT].update(run="this")), "SamplingParams has unknown fields: .'run'"),
         (changed(ADD, lambda call: call[PARAMS_AT].update(top_p=7)), "isn't a SamplingParams: top_p is 7"),
         (
-            changed(ADD, lambda call: call[PARAMS_AT].update(guide={"Regex": {"pattern": "(", "after": ""}})),
+            changed(ADD, lambda call: call[PARAMS_AT].update(guide={"Regex": {"pattern": "(", "after": "", "unless": []}})),
             "isn't a Regex",
         ),
         (changed(ADD, lambda call: call[PARAMS_AT].update(guide={"SamplingParams": {}})), "expected one of JsonSchema"),

@@ -63,10 +63,12 @@ def unloaded(monkeypatch):
 
 @pytest.mark.parametrize("role", ["all", "prefill", "decode"])
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_place_where_nothing_can_listen_is_found_before_the_model_is_loaded(unloaded, role, taken, capsys):
+def test_a_place_where_nothing_can_listen_is_found_before_the_model_is_loaded(unloaded, role, taken, tmp_path, capsys):
+    keys = tmp_path / "keys"
+    keys.write_text("k" * 16)
     with socket.create_server(("127.0.0.1", 0)) as other:
         host, port = ("127.0.0.1", other.getsockname()[1]) if taken else ("192.0.2.1", 0)
-        given = ["serve", "--role", role, "--host", host, "--port", str(port), "--api-key-file", __file__]
+        given = ["serve", "--role", role, "--host", host, "--port", str(port), "--api-key-file", str(keys)]
         given += ["--prefill-server", "127.0.0.1:1"] if role == "decode" else []
         assert main(given) == 2
     said = capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_1_the_plan_reads_a_tree_that_is_being_written(sim):
     explorer = Historical(sim, draft_topk=3, drop="draft_outputs_ready")
     findings = explorer.races(TWO, *RACES)
     assert explorer.implied() == ("draft_outputs_ready",)
-    assert somewhere(findings, "plans.py")
+    assert somewhere(findings, "engine/stages.py")
 
 
 @pytest.mark.sample(1)
@@ -67,7 +67,7 @@ def test_3_a_wait_that_hangs_on_an_optional_tensor(sim, topk):
         explorer.passes(TWO)
         return
     findings = explorer.races(TWO, *RACES)
-    assert somewhere(findings, "plans.py")
+    assert somewhere(findings, "engine/stages.py")
 
 
 def test_4_a_cast_runs_on_the_stream_of_its_scope(sim):
