@@ -74,8 +74,8 @@ def test_sizes_follow_the_memory(gib, chunk, requests):
 
 
 def test_the_context_is_what_the_memory_holds():
-    """8 GiB beside the weights: less than one request of 131,072 tokens; and the work of a prompt is left room, once for calls
-    and once for graphs.
+    """8 GiB beside the weights: less than one request of 131,072 tokens. The work of a prompt is left room, twice: for calls
+    and for graphs.
     """
     made = decided(replace(LLAMA_8B, memory=CacheMemory(24 * GIB, 8 * GIB)))
     assert made.max_context < 131072
