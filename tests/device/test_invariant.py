@@ -9,6 +9,9 @@ from outrider.device import AttentionMetadata, CapabilityError, KernelSet, Recur
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.invariant import InvariantKernels
 from outrider.device.kernels.kernelset import composed_kernels
+from outrider_conformance.lab import Lab
+from outrider_conformance.random_kernels.recurrent import check_equal_bits
+from outrider_cpu.backend import CpuBackend
 
 EXACT = {
     "apply_token_bitmask",
@@ -223,3 +226,11 @@ def test_a_second_call_commits_what_the_first_computed(kernels, dtype):
         assert torch.equal(single, made[index])
         for number in (accepted == token + 1).nonzero().flatten().tolist():
             assert torch.equal(own[number + 1], state[number + 1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_prompt_that_is_cut_between_chunks_keeps_the_bits_of_recurrent_layers(seed):
+    """Also in the ordinary mode: states of a prefix continue to the same bits, whatever the values are."""
+    lab = Lab(CpuBackend(), seed=seed)
+    (stream,) = lab.streams("s")
+    check_equal_bits(lab, stream, "chunk_gated_delta_rule", seed)

@@ -39,9 +39,8 @@ class _SequenceLanes:
         has_state = seq_lens.to(torch.int64) > count.squeeze(1)
         return cls((start + lane).clamp(max=max(tokens - 1, 0)), lane < count, has_state)
 
-    def column(self, token: int) -> _SequenceLanes:
-        """Return token number ``token`` of each sequence, as sequences of one token."""
-        part = slice(token, token + 1)
+    def columns(self, part: slice) -> _SequenceLanes:
+        """Return the tokens ``part`` of each sequence, as sequences of these tokens alone."""
         return _SequenceLanes(self.index[:, part], self.is_token[:, part], self.has_state)
 
     def state_of(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ def gated_delta_rule(
     current = lanes.state_of(state, rows).to(wide)  # [B, Hv, D, E]
     kept, made = current, []
     for token in range(max_query):
-        rule = _RuleOperands.from_inputs(mixed, gates, a_log, dt_bias, state, lanes.column(token))
+        rule = _RuleOperands.from_inputs(mixed, gates, a_log, dt_bias, state, lanes.columns(slice(token, token + 1)))
         q, k = rule.q[:, 0].unsqueeze(3), rule.k[:, 0].unsqueeze(3)
         current = current * rule.decay[:, 0].exp()[..., None, None]
         found = (current * k).sum(2)
@@ -179,14 +178,16 @@ def chunk_gated_delta_rule(
     u_j)), where S is the state before the chunk and G_t the sum of the decays up to t.
     """
     lanes = _SequenceLanes.from_offsets(query_start, seq_lens, max_query, mixed.shape[0])
-    rule = _RuleOperands.from_inputs(mixed, gates, a_log, dt_bias, state, lanes)
-    current = lanes.state_of(state, rows).to(rule.q.dtype)
+    current = lanes.state_of(state, rows).to(torch.promote_types(mixed.dtype, torch.float32))
     made = []
     for start in range(0, max_query, CHUNK):
-        part = slice(start, min(start + CHUNK, max_query))
-        q, k, v = (x[:, part].transpose(1, 2) for x in (rule.q, rule.k, rule.v))  # [B, Hv, L, D or E]
-        beta = rule.beta[:, part].transpose(1, 2).unsqueeze(3)
-        total = rule.decay[:, part].transpose(1, 2).cumsum(2)  # [B, Hv, L]
+        # Vector code computes the end of a buffer differently from its middle: the buffers of a chunk have one size, however
+        # many tokens precede.
+        part = lanes.columns(slice(start, min(start + CHUNK, max_query)))
+        rule = _RuleOperands.from_inputs(mixed, gates, a_log, dt_bias, state, part)
+        q, k, v = (x.transpose(1, 2) for x in (rule.q, rule.k, rule.v))  # [B, Hv, L, D or E]
+        beta = rule.beta.transpose(1, 2).unsqueeze(3)
+        total = rule.decay.transpose(1, 2).cumsum(2)  # [B, Hv, L]
         between = total.unsqueeze(3) - total.unsqueeze(2)
         # Decays of later tokens are positive here; masked before the exponential, which would overflow.
         between = between.masked_fill(torch.ones_like(between, dtype=torch.bool).triu(1), float("-inf")).exp()
