@@ -64,13 +64,18 @@ def test_tokens_are_those_of_generate(outrider, checkpoint, prompt, tokens):
     assert len(ours) == 6 or ours[-1] == 2
 
 
-def test_what_is_no_image(outrider, checkpoint, tmp_path):
+def test_what_is_no_image(outrider, checkpoint, tmp_path, monkeypatch):
     directory, _ = checkpoint
     wrong = tmp_path / "text.png"
     wrong.write_text("no image")
     result = outrider("generate", "--model", str(directory), "--prompt", "w5", "--image", str(wrong))
     assert result.code == 1
     assert "text.png: the data can't be read as an image" in result.err
+    monkeypatch.setattr("outrider.cli.options.option_records._MAX_IMAGE_BYTES", 4)
+    result = outrider("generate", "--model", str(directory), "--prompt", "w5", "--image", str(wrong))
+    assert result.code == 1
+    assert "expected an image" in result.err
+    assert result.err.count("text.png: ") == 1
 
 
 def test_a_model_of_text_takes_none(outrider, checkpoint):

@@ -310,8 +310,12 @@ def _read_image(path: Path) -> object:
     from outrider.model.media.preprocessing import decode_image
 
     try:
-        return decode_image(read_bounded(path, "an image", _MAX_IMAGE_BYTES))
-    except (OSError, RequestError) as error:
+        data = read_bounded(path, "an image", _MAX_IMAGE_BYTES)
+    except OSError as error:
+        raise RequestError(f"{path}: {error}") from error
+    try:
+        return decode_image(data)
+    except RequestError as error:
         raise RequestError(f"{path}: {error}") from error
 
 
