@@ -106,8 +106,6 @@ class PrefillAttentionCandidate:
 
     name: str
     attend: Callable[[PrefillOperands], Tensor]
-    copies: bool = True
-    """True if the candidate reads a contiguous copy of the context, so that the host must bound the number of copied rows."""
     alone: bool = False
     """True if the candidate serves only some batches, so that others need a second candidate."""
 
@@ -279,7 +277,7 @@ class PromptAttention:
 
     def _candidates(self, prompts: PrefillOperands) -> tuple[PrefillAttentionCandidate, ...]:
         facts, q, metadata = self._facts, prompts.q, prompts.metadata
-        found = [PrefillAttentionCandidate("pages", self._by_pages, copies=False)]
+        found = [PrefillAttentionCandidate("pages", self._by_pages)]
         kv_heads, size = prompts.k_cache.shape[2:]
         width = max(power_of_two(size), 16)
         in_graph = metadata.host_query_start is None
