@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, CaptureContext, DeviceError, Graph, StepMode
+from outrider.device import CaptureContext, DeviceError, Graph, StepMode
 from outrider.engine.graphs import CaptureReport, measure_captures
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
-from outrider.engine.setup.facts import MAX_GRAPH_TOKENS
+from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, max_graph_tokens
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
@@ -227,14 +227,6 @@ the keys and values of the chunks to contiguous memory.
 MOST_SEQUENCES = 16
 
 
-def max_graph_tokens(backend: Backend) -> int:
-    """Return the number of tokens of the largest chunk of prompts that is replayed from a graph; 0 if each chunk is called.
-
-    Tests and proofs replace this function, to replay chunks of few tokens and to replay on a device without graphs.
-    """
-    return MAX_GRAPH_TOKENS if backend.capabilities.captures_graphs else 0
-
-
 def token_buckets(most: int) -> tuple[int, ...]:
     """Return ascending bucket sizes up to ``most``: few small ones, for which reading the weights determines the time, then
     steps that waste little on padding.
@@ -335,7 +327,7 @@ def _max_chunk_tokens(parts: EngineParts) -> int:
 
 def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs | None:
     """Capture the graphs that replay short chunks of prompts. Returns None for an engine that calls every chunk."""
-    tokens = min(max_graph_tokens(parts.backend), _max_chunk_tokens(parts))
+    tokens = min(max_graph_tokens(parts.backend.capabilities), _max_chunk_tokens(parts))
     if not tokens or not _can_replay_prefill(parts):
         return None
     return PrefillGraphs(parts, prefill, tokens=tokens)

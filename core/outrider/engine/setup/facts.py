@@ -27,8 +27,8 @@ _LOGITS_COPIES = 16
 _GRAPHS_BYTES, _GRAPHS_REQUEST_BYTES = 3 << 28, 8 << 20
 """Estimated device memory of captured graphs in bytes: a fixed part, and a part for each request of the largest bucket."""
 MAX_GRAPH_TOKENS = 6144
-"""Maximum number of tokens of prompt chunks that are replayed from a graph, which holds memory for them. For more tokens the
-device takes longer than the host needs to launch the kernels: a host that was idle just before takes some 2 ms a layer.
+"""Maximum number of tokens of prompt chunks that are replayed from a graph. For more tokens the device takes longer than the
+host needs to launch the kernels: a host that was idle just before takes some 2 ms a layer.
 """
 _HIDDEN_ROWS = 6
 _INNER_ROWS = 3
@@ -85,6 +85,16 @@ class DeviceModelFacts:
     cached_bytes: int = 0
     state_bytes: int = 0
     """Bytes of one request's recurrent states."""
+
+
+def max_graph_tokens(capabilities: Capabilities) -> int:
+    """Return the number of tokens of the largest chunk of prompts that is replayed from a graph, which holds memory for them;
+    0 if each chunk is called.
+
+    Tests and proofs replace this function in :mod:`outrider.engine.prefill`, to replay chunks of few tokens and to replay on
+    a device without graphs.
+    """
+    return MAX_GRAPH_TOKENS if capabilities.captures_graphs else 0
 
 
 def collect_facts(

@@ -13,7 +13,7 @@ import torch
 
 from outrider.device import CACHE_FORMATS, Capabilities, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig, state_rows
-from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, CacheMemory, DeviceModelFacts
+from outrider.engine.setup.facts import CacheMemory, DeviceModelFacts, max_graph_tokens
 
 GIB = 1 << 30
 KV_SHARE = 0.9
@@ -300,7 +300,7 @@ class _Decisions:
         facts, share, states = self._facts, self._config.kv_memory, self._state_bytes
         free = f"{memory.free / GIB:.1f} GiB that are free"
         chunk = self._number("prefill_chunk")
-        in_graphs = min(chunk, MAX_GRAPH_TOKENS) if facts.capabilities.captures_graphs else 0
+        in_graphs = min(chunk, max_graph_tokens(facts.capabilities))
         work = facts.fixed_bytes + (chunk + in_graphs) * facts.prompt_token_bytes
         work += self._max_requests * (facts.slots * facts.drafted_token_bytes + facts.request_bytes)
         if states:
