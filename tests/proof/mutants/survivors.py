@@ -28,7 +28,7 @@ REASONS: dict[str, str] = {
     "SamplingParams.truncated: leave an operand out: self.samples": "costs alone: tests/engine/test_sampling_params.py",
     "prefill_inputs: turn a comparison: most is None": "kernels that plan: tests/engine/test_host_plans.py",
     "prefill_inputs: negate: most is None": "kernels that plan: tests/engine/test_host_plans.py",
-    "prefill_inputs: one more: 0 → 1 (3)": "drafts of several heads: tests/speculative/test_draft_state.py",
+    "prefill_inputs: one more: 0 → 1 (6)": "drafts of several heads: tests/speculative/test_draft_state.py",
     "_Decisions.decide_launches: negate: captures": "a reason's text: tests/engine/test_resolve.py reads it",
     "PageKey.__eq__: leave an operand out: isinstance(other, PageKey) and self.parent is other.parent and (self.tokens": (
         "matters where two hashes are the same: tests/engine/test_pages.py compares such keys"

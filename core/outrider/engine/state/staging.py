@@ -310,11 +310,16 @@ def prefill_inputs(
         return staging.view(segments[name])
 
     tokens, positions, rows = staged("tokens"), staged("positions"), staged("prefill_rows")
-    host = tuple(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
+    starts: tuple[int, ...] | None
+    context: tuple[int, ...] | None
     if most is None:
-        context: tuple[int, ...] | None = tuple(chunk.start for chunk in chunks)
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        starts, context = tuple(accumulate(counts, initial=0)), tuple(chunk.start for chunk in chunks)
+        max_query, max_kv = max(counts), max(chunk.end for chunk in chunks)
     else:
-        context = None if has_context else (0,) * rows.shape[0]
+        starts, context = None, None if has_context else (0,) * rows.shape[0]
+        max_query = tokens.shape[0]
+        max_kv = most if has_context else min(most, max_query)
     return PrefillInputs(
         tokens=tokens,
         following=staged("following"),
@@ -326,10 +331,10 @@ def prefill_inputs(
         final=staged("final") > 0,
         continues=staged("continues") > 0,
         query_start=staged("query_start").to(torch.int32),
-        host_query_start=host if most is None else None,
+        host_query_start=starts,
         host_context=context,
-        max_query=max(chunk.end - chunk.start for chunk in chunks) if most is None else tokens.shape[0],
-        max_kv=max(chunk.end for chunk in chunks) if most is None else most if has_context else min(most, tokens.shape[0]),
+        max_query=max_query,
+        max_kv=max_kv,
         rope_positions=staged("rope_positions").view(3, -1) if "rope_positions" in segments else positions,
         prompt_lens=staged("prompt_lens") if "prompt_lens" in segments else None,
         owner=None if most is None else staged("owner"),
