@@ -32,7 +32,7 @@ from outrider_triton.jit import bookkeeping, peers, recurrent_chunks, rows
 from outrider_triton.jit import recurrent_steps as recurrent
 from outrider_triton.jit import selection as token_choice
 from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
-from outrider_triton.quantized.jit import activations, nibble_planes, nibble_planes_streamed
+from outrider_triton.quantized.jit import activations, nibble_planes, nibble_planes_streamed, scaled_blocks
 from outrider_triton.quantized.jit import products as quantized
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
@@ -452,13 +452,9 @@ def main() -> None:
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             assert one_by_one(made) is False, kernel.__name__
             print(kernel.__name__, flush=True)
-        for kernel, types, constants in () if some else STREAMED_E4M3:
-            ends = {"x": descriptor(8, 128, "fp8e4nv"), "w": descriptor(16, 128, "fp8e4nv")}
-            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            check_order_of_both(kernel.__name__, made.asm["ptx"], late=True)
-            assert ".e4m3.e4m3" in made.asm["ptx"]
-            assert one_by_one(made) is False, kernel.__name__
-            print(kernel.__name__, flush=True)
+        if not some:
+            compile_e4m3(target)
+        compile_shares(target, some)
         for kernel, types, constants in IN_PLANES:
             if some:
                 print(f"({kernel.__name__})")
@@ -481,6 +477,37 @@ def main() -> None:
             check_order_beside_pages(kernel.__name__, made.asm["ptx"], settled=constants["SETTLED"])
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
+
+
+def compile_e4m3(target):
+    """Streamed products with both operands in e4m3."""
+    for kernel, types, constants in STREAMED_E4M3:
+        ends = {"x": descriptor(8, 128, "fp8e4nv"), "w": descriptor(16, 128, "fp8e4nv")}
+        made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+        check_order_of_both(kernel.__name__, made.asm["ptx"], late=True)
+        assert ".e4m3.e4m3" in made.asm["ptx"]
+        assert one_by_one(made) is False, kernel.__name__
+        print(kernel.__name__, flush=True)
+
+
+def compile_shares(target, some):
+    """Products in shares of units, with both numbers of tokens, and the kernel that adds up the parts of shared tiles."""
+    kernel, add = scaled_blocks.multiply_scaled_blocks, scaled_blocks.add_shared_tiles
+    if some:
+        print(f"({kernel.__name__})", f"({add.__name__})", sep="\n")
+        return
+    constants = {"STEPS": 20, "BLOCK_M": 128, "TOKENS": 16, "PDL": True}
+    check_order(add.__name__, compiled(ASTSource, add, {}, constants, target).asm["ptx"], settled=False)
+    check_sizes_of_one(ASTSource, add, {}, constants, target)
+    for tokens, stages in ((64, 4), (128, 3)):
+        types = {**BY_ROW, "scales": HALF, "x": descriptor(tokens, 128, "fp8e4nv"), "w": descriptor(128, 128, "fp8e4nv")}
+        types["out"] = descriptor(64, tokens)
+        constants = {"STEPS": 20, "STAGES": stages, "PDL": True}
+        made = compiled(GluonASTSource, kernel, types, constants, target, aligned=("parts",), maxnreg=128)
+        check_order_of_tiles(kernel.__name__, made.asm["ptx"], 2)
+        assert ".e4m3.e4m3" in made.asm["ptx"]
+        assert one_by_one(made) is False, kernel.__name__
+    print(kernel.__name__, add.__name__, sep="\n", flush=True)
 
 
 def compiled(source, kernel, types, given, target, *, warps=4, stages=3, aligned=(), **options):

@@ -7,7 +7,7 @@ import tempfile
 import triton
 
 LATE = {"linear_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
-LATE |= {"expert_gates", "tall_silu_mul", "tall_experts", "gather_pairs"}
+LATE |= {"expert_gates", "tall_silu_mul", "tall_experts", "gather_pairs", "multiply_scaled_blocks"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes", "streamed_planes"}

@@ -84,6 +84,7 @@ def kernels(streamed):
         "large_m_gates.py",
         "large_m.py",
         "paged_streamed.py",
+        "scaled_blocks.py",
     }
     apart = {"tma_pipeline.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine
     files = [*PACKAGE.rglob("jit/*.py"), *PACKAGE.rglob("jit.py")]

@@ -1,6 +1,7 @@
 """How products with quantised weights are ranked, held against what was measured on an H200."""
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kernels.devices import DEVICES
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.operators import ProductPlan, plan
-from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import (
     candidate_configs,
     choose_config,
@@ -98,6 +99,42 @@ def test_every_device_has_a_choice_that_keeps_its_processors_busy(device, form, 
         first = rank_configs(facts, "linear_parts", m=tokens, n=n, k=k, stored=STORED[form])[0]
         programs = -(-n // (first.rows_per_program or first.block_n)) * first.split * -(-tokens // first.block_m)
         assert programs >= 0.4 * facts.processors, first
+
+
+SHARES = json.loads((DATA / "scaled_blocks_h200.json").read_text())
+"""Microseconds of products of fp8 weights with scales of blocks, of the library and by the number of programs that share the
+units of a product; 2026-11-30.
+"""
+BLOCKS = ProductPlan("block", True, 128, 128, can_stream=True, shares_units=True).stored("fp8")
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_of_the_shares_that_were_measured_a_fast_one_is_chosen(case):
+    n, k, tokens = map(int, case.split(", "))
+    took = {programs: time for programs, time in SHARES[case].items() if programs != "library"}
+    config = choose_config(H200, "linear", m=tokens, n=n, k=k, stored=replace(BLOCKS, library=True))
+    assert config.descriptor == SCALED_BLOCKS
+    assert (config.block_m, config.stages) == ((64, 4) if tokens <= 64 else (128, 3))
+    found = took[str(config.rows_per_program)]
+    assert found <= 1.05 * min(took.values())
+    assert found < 1.04 * SHARES[case]["library"]
+    expected = estimate_seconds(H200, "linear", config, m=tokens, n=n, k=k, stored=BLOCKS) * 1e6
+    assert 0.85 * found < expected < 1.25 * found
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (256, 4096), (128 * 1000, 512), (5120, 17408)])
+@pytest.mark.parametrize("device", ["H100", "H200", "H20"])
+def test_shares_fit_and_no_program_is_without_units(device, n, k):
+    facts = DEVICES[device]
+    for m in (64, 128):
+        found = candidate_configs(facts, "linear_parts", m=m, n=n, k=k, stored=BLOCKS)
+        assert {config.descriptor for config in found} == {SCALED_BLOCKS}
+        for config in found:
+            assert shared_bytes(facts, "linear_parts", config, BLOCKS) <= facts.shared_bytes
+            assert 0 < config.rows_per_program <= n // 128 * (k // 256)
+    others = candidate_configs(facts, "linear", m=32, n=n, k=k, stored=BLOCKS)
+    others += candidate_configs(facts, "linear", m=64, n=n, k=k + 128, stored=BLOCKS)
+    assert SCALED_BLOCKS not in {config.descriptor for config in others}
 
 
 RINGS = json.loads((DATA / "plane_rings_h200.json").read_text())

@@ -23,11 +23,13 @@ from outrider_triton import rows as ops
 from outrider_triton.attention import operators as attention_ops
 from outrider_triton.blocks import DeferredQuantized
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.launch import launch
 from outrider_triton.products.operands import HeadGate, QuantizedProduct
 from outrider_triton.quantized import activations as quantized_activation_ops
 from outrider_triton.quantized import nibble_planes as nibble_plane_ops
 from outrider_triton.quantized import operators as quantized_ops
 from outrider_triton.quantized import products as quantized_product_launches
+from outrider_triton.quantized.jit.scaled_blocks import add_shared_tiles
 from outrider_triton.quantized.operators import plan
 from outrider_triton.quantized.products import QuantizedProducts
 from outrider_triton.tiles.configs import MatmulConfig
@@ -99,6 +101,28 @@ def split_in(kernels, split, *weights):
         for m in (1, 2, 4, 8):
             for operator in ("linear_parts", "linear"):
                 kernels.tiles._derived[operator, stored, *each.shape, m, 0] = MatmulConfig(16, 64, 128, split, 1, 2, 0, 0, 64)
+
+
+@pytest.mark.parametrize(("tiles", "steps", "programs"), [(3, 5, 7), (2, 4, 6), (5, 3, 4), (1, 8, 8), (3, 4, 12), (4, 7, 3)])
+@pytest.mark.parametrize("tokens", [33, 64, 100])
+def test_parts_of_tiles_that_programs_share_are_added_in_order(tiles, steps, programs, tokens, device, pdl):
+    """What programs store of their shares of the units, as ``multiply_scaled_blocks`` does; whole tiles are left alone."""
+    block_m, units = 64 if tokens <= 64 else 128, tiles * steps
+    sums = torch.randn(units, block_m, 128, generator=torch.Generator().manual_seed(4))
+    parts = torch.full((programs, 2, block_m, 128), float("nan"))
+    right, whole, made = {}, torch.full((tokens, 128), -1.0), torch.full((tokens, tiles * 128), -1.0, device=device)
+    for program in range(programs):
+        first, last = (each * units // programs for each in (program, program + 1))
+        for tile in range(first // steps, (last - 1) // steps + 1):
+            begins, ends = max(first, tile * steps), min(last, (tile + 1) * steps)
+            part = sums[begins:ends].sum(0)
+            if ends - begins < steps:
+                parts[program, int(begins == tile * steps)] = part
+                right[tile] = right[tile] + part[:tokens] if tile in right else part[:tokens]
+    arguments = parts.to(device), made, tokens, tiles * 128, units, programs
+    constants = {"STEPS": steps, "BLOCK_M": block_m, "TOKENS": 16}
+    launch(add_shared_tiles, (tiles, block_m // 16), *arguments, **constants, pdl=pdl, warps=4)
+    same(made, torch.cat([right.get(tile, whole) for tile in range(tiles)], dim=1).to(device))
 
 
 @pytest.mark.sample(1)

@@ -27,7 +27,7 @@ from outrider_triton.launch import _ahead
 from outrider_triton.products import streamed
 from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.quantized.operators import plan
-from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
@@ -55,7 +55,7 @@ def launched(instead_of_launching):
         blocks = tuple(tuple(known[each].block_shape) for each in ("x", "w") if hasattr(known.get(each), "block_shape"))
         missing = tuple(sorted(name for name, value in known.items() if value is None))
         calls.append((kernel.__name__, _ahead.get(), (blocks, missing, tuple(sorted(settings.items())))))
-        if kernel.__name__.startswith("streamed"):
+        if kernel.__name__.startswith(("streamed", "multiply_scaled", "add_shared")):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
     instead_of_launching(launch)
@@ -176,14 +176,43 @@ def test_of_more_than_64_tokens_e4m3_by_rows_alone_is_the_librarys(form, dtype, 
     assert (128 in {each.block_m for each in kernels.quantized.every_config(x, weight, way)}) is not librarys
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8-block"])
-def test_a_small_product_of_128_tokens_is_streamed_in_two_blocks(form, kernels):
+@pytest.mark.parametrize(("form", "tiles"), [("fp8", (STREAMED, 64)), ("fp8-block", (SCALED_BLOCKS, 128))])
+def test_a_small_product_of_128_tokens_is_not_the_librarys(form, tiles, kernels):
     """The library's is slow where rows are few: it doesn't share columns among multiprocessors."""
     weight = WEIGHT_FORMATS[form].random_weight(4096, 4096, device=torch.device("cpu"))
     x = FakeTensor(torch.device("cuda"), BF16, (128, 4096))
     config = kernels.quantized.quantized_config(x, weight, plan(kernels.facts, weight), parts=False)
     assert config is not None
-    assert (config.descriptor, config.block_m) == (STREAMED, 64)
+    assert (config.descriptor, config.block_m) == tiles
+
+
+@pytest.fixture(scope="module")
+def block_weights(weights):
+    way = WEIGHT_FORMATS["fp8-block"]
+    return {name: way.random_weight(*weight.shape, device=torch.device("cpu")) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("m", [32, 33, 64, 65, 128, 129])
+def test_of_33_to_128_tokens_blocks_are_multiplied_in_shares(m, launched, kernels, block_weights):
+    """Tiles that several programs share are added up: those of the output and of ``down``, where tiles are few."""
+    shares = ["multiply_scaled_blocks", "add_shared_tiles"] if 32 < m <= 128 else []
+    assert gates(kernels, block_weights, m).shape == (m, 2 * INNER)
+    assert turns(kernels, block_weights, m).shape == (m, HEADS, SIZE)
+    names = [name for name, _, _ in launched if "scaled" in name or "shared" in name]
+    assert names == [*shares, *shares[:1], *shares, *shares]
+    rows = {blocks for name, _, (blocks, _, _) in launched if name == "multiply_scaled_blocks"}
+    assert rows == ({((64 if m <= 64 else 128, 128), (128, 128))} if shares else set())
+
+
+def test_every_variant_of_shares_is_compiled_beforehand(launched, kernels, block_weights):
+    with kernels.every_variant():
+        gates(kernels, block_weights, 4)
+        turns(kernels, block_weights, 4)
+    with known_beforehand(launched, lambda name: "scaled" in name or "shared" in name) as served:
+        for m in (33, 64, 65, 128):
+            gates(kernels, block_weights, m)
+            turns(kernels, block_weights, m)
+    assert len(served) >= 8
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 32])

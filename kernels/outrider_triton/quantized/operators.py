@@ -12,12 +12,12 @@ from torch import Tensor
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch, power_of_two, warps_for
-from outrider_triton.products.streamed import multiply
+from outrider_triton.products.streamed import multiply, multiply_blocks
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations as jit_activations
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
-from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
 
@@ -54,6 +54,8 @@ class ProductPlan:
     :func:`outrider_triton.quantized.jit.nibble_planes_streamed.streamed_planes`, else
     :func:`outrider_triton.products.jit.streamed.streamed_linear`.
     """
+    shares_units: bool = False
+    """True if :func:`outrider_triton.quantized.jit.scaled_blocks.multiply_scaled_blocks` multiplies the operands."""
 
     def stored(self, format: str) -> OperandStorage:
         """Return the operand storage of a weight in ``format``, from which the time of this plan is estimated."""
@@ -69,6 +71,7 @@ class ProductPlan:
             not self.planes,
             least,
             self.can_stream,
+            self.shares_units,
         )
 
 
@@ -111,8 +114,10 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
     ring = ring or (native and registered.streams_rows and (by_row or by_piece) and k % UNIT_COLUMNS.value == 0)
     ring = ring and facts.streams_products and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
     ring = ring and weight.data.is_contiguous()
-    by_block = native and by_piece and weight.block[0] == UNIT_COLUMNS.value and _library_scales_blocks(facts, weight)
-    return ProductPlan(mode, native, columns, at_once, in_planes, by_block, ring)
+    by_block = native and by_piece and weight.block[0] == UNIT_COLUMNS.value
+    shares = by_block and ring and weight.shape[0] % UNIT_COLUMNS.value == 0
+    by_block = by_block and _library_scales_blocks(facts, weight)
+    return ProductPlan(mode, native, columns, at_once, in_planes, by_block, ring, shares)
 
 
 def _library_scales_blocks(facts: DeviceFacts, weight: QuantizedWeight) -> bool:
@@ -231,7 +236,9 @@ def _linear_quantized(
     weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     tiling, registered = MatmulConfig(*config), TRITON_FORMATS[format]
     is_streamed = tiling.descriptor == STREAMED and native and registered.streams_rows and mode in ("row", "block")
-    expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be tiled as {config}")
+    has_blocks = tiling.descriptor == SCALED_BLOCKS and native and mode == "block"
+    supported = is_streamed or has_blocks or not tiling.descriptor
+    expect(supported, lambda: f"a product with a quantised weight can't be tiled as {config}")
     flat = flat_rows(x, weight)
     (m, k), n = flat.shape, shape[0]
     # Without a split this is the whole product: programs always store to one tensor.
@@ -246,6 +253,9 @@ def _linear_quantized(
         out, whole_bias = (product, None) if tiling.split > 1 else (product[0], bias)
         multiply(flat, data, whole_bias, out, tiling, pdl, quantized=(x_scales, scales, block[0]))
         return _whole_or_parts(product, bias, x, dtype, parts, pdl)
+    if has_blocks and x_scales is not None:
+        multiply_blocks(flat, x_scales, data, scales, product[0], tiling, pdl)
+        return _whole_or_parts(product if bias is None else product + bias, bias, x, dtype, parts, pdl)
     packed = registered.is_packed
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
         flat = flat.clone(memory_format=torch.contiguous_format)

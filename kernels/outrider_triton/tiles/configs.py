@@ -11,6 +11,8 @@ STREAMED = 2
 """Value of ``descriptor`` for streamed products: a warp of its own loads their operands."""
 LARGE_M = 3
 """Value of ``descriptor`` for gate and up products with tiles for large M."""
+SCALED_BLOCKS = 4
+"""Value of ``descriptor`` for products of 33 to 128 tokens and a weight with scales of blocks, in equal shares of units."""
 
 
 def bucket(m: int) -> int:
@@ -24,7 +26,8 @@ class MatmulConfig:
 
     A streamed product (``descriptor`` :data:`STREAMED`) uses :mod:`outrider_triton.products.jit.streamed`, with four-bit
     weights :mod:`outrider_triton.quantized.jit.nibble_planes_streamed`. Gates for large M (:data:`LARGE_M`) use
-    :mod:`outrider_triton.products.jit.large_m_gates`. These kernels reinterpret some fields.
+    :mod:`outrider_triton.products.jit.large_m_gates`, and products in shares (:data:`SCALED_BLOCKS`)
+    :mod:`outrider_triton.quantized.jit.scaled_blocks`. These kernels reinterpret some fields.
     """
 
     block_m: int
@@ -45,9 +48,13 @@ class MatmulConfig:
     Streamed: 0; with four-bit weights, columns per tile; with large M, pipeline stages of tokens.
     """
     descriptor: int
-    """How the weight is loaded: 0 by pointers, 1 by the copy engine, :data:`STREAMED` or :data:`LARGE_M`."""
+    """How the weight is loaded: 0 by pointers, 1 by the copy engine, :data:`STREAMED`, :data:`LARGE_M` or
+    :data:`SCALED_BLOCKS`.
+    """
     rows_per_program: int = 0
-    """Number of weight rows per program, 0 for a whole block; streamed: pairs of rows, or folded rows without a split."""
+    """Number of weight rows per program, 0 for a whole block; streamed: pairs of rows, or folded rows without a split;
+    in shares: number of programs.
+    """
 
     def as_list(self) -> list[int]:
         """Return the fields in the order that operators and tables use."""

@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from outrider_triton.launch import power_of_two
-from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, SCALED_BLOCKS, STREAMED, MatmulConfig, bucket
 from outrider_triton.tiles.derive.quantized import (
     ACHIEVED_FLOPS_FRACTION,
+    BLOCK_ROWS,
     CACHE_SPEEDUP,
     LAUNCH_OVERHEAD_S,
     LONE_PROCESSOR_SPEEDUP,
@@ -26,6 +27,7 @@ from outrider_triton.tiles.derive.quantized import (
     UNQUANTIZED,
     OperandStorage,
     estimate_library,
+    estimate_shares,
     estimate_streamed_nibbles,
     estimate_unstreamed,
 )
@@ -92,7 +94,8 @@ def choose_config(
     """
     ranked = rank_configs(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
     if m > MAX_TOKENS_TRITON_GEMM and (stored == UNQUANTIZED or stored.library):
-        ranked = [config for config in ranked if config.descriptor == (STREAMED if stored.library else LARGE_M)]
+        kinds = (STREAMED, SCALED_BLOCKS) if stored.library else (LARGE_M,)
+        ranked = [config for config in ranked if config.descriptor in kinds]
     return ranked[0] if ranked and _beats_library(facts, operator, ranked[0], m=m, n=n, k=k, stored=stored) else None
 
 
@@ -139,6 +142,10 @@ def candidate_configs(
     facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: OperandStorage = UNQUANTIZED
 ) -> list[MatmulConfig]:
     """Return configurations worth trying that fit into shared memory; ``m`` is a value of :func:`config_tokens`."""
+    if m >= MAX_TOKENS_TRITON_GEMM and stored.shares_units and operator in ("linear", "linear_parts"):
+        shares = list(_shares(facts, m, n, k))
+        if shares:  # faster than other kernels wherever it was measured, or 8 % slower
+            return shares
     found = [] if stored != UNQUANTIZED and operator in _GATED else list(_unstreamed(facts, operator, m, n, stored))
     is_few = m <= MAX_TOKENS_TRITON_GEMM
     streams_8_bit = stored.can_stream and not stored.convert_instructions
@@ -280,6 +287,22 @@ def _streamed_large_m(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[Ma
             yield MatmulConfig(m, box, _MIN_STREAMED_COLUMNS, 1, 4 * groups, stages, token_stages, LARGE_M, each)
 
 
+def _shares(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[MatmulConfig]:
+    """Yield configurations of :mod:`outrider_triton.quantized.jit.scaled_blocks`: a program for each multiprocessor, or for
+    each tile, or as many as share each tile equally.
+    """
+    tiles, unit = n // BLOCK_ROWS, 2 * BLOCK_ROWS
+    if k % unit or n % BLOCK_ROWS:
+        return
+    equal = tiles * min(max(facts.processors // tiles, 1), k // unit)
+    whole = MatmulConfig(m, BLOCK_ROWS, unit, 1, 8, 0, 0, SCALED_BLOCKS, equal)
+    room = facts.shared_bytes - shared_bytes(facts, "linear", whole)
+    stages = room // (shared_bytes(facts, "linear", replace(whole, stages=1)) - shared_bytes(facts, "linear", whole))
+    for programs in (equal, min(facts.processors, tiles * (k // unit))):
+        if stages > 1:
+            yield replace(whole, stages=stages, rows_per_program=programs)
+
+
 def large_m_experts_config(facts: DeviceFacts, m: int, *, k: int) -> MatmulConfig | None:
     """Return the configuration of :mod:`outrider_triton.experts.jit.large_m` for blocks of ``m`` token-expert pairs and ``k``
     columns, or None if other kernels are expected to be at least as fast.
@@ -393,6 +416,8 @@ def can_stream(operator: str, config: MatmulConfig, *, n: int, k: int) -> bool:
 def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: OperandStorage = UNQUANTIZED) -> int:
     """Return an upper bound of one program's shared memory in bytes."""
     tokens, columns = config.block_m, config.block_k
+    if config.descriptor == SCALED_BLOCKS:
+        return config.stages * (BLOCK_ROWS + tokens) * columns + tokens * 2 * BLOCK_ROWS + 512
     if config.descriptor == LARGE_M:
         return (
             2 * columns * (2 * _LARGE_M_PAIRS * config.warps // 4 * config.stages + tokens * config.prefetch_columns)
@@ -439,6 +464,8 @@ def estimate_seconds(
     """
     if config.descriptor == LARGE_M:
         return _estimate_large_m(facts, config, n=n, k=k)
+    if config.descriptor == SCALED_BLOCKS:
+        return estimate_shares(facts, config, n=n, k=k)
     resident = _resident_programs(facts, operator, config, stored)
     if not resident:
         return float("inf")

@@ -41,6 +41,15 @@ _WARPGROUP_S_PER_COLUMN = 0.8e-9  # for a warpgroup and 64 streamed rows, until 
 _UNIT_BEGIN_S = 0.1e-6
 _UNIT_S_PER_TOKEN = 8e-9  # per multiprocessor: for each unit and token, one grain and two added components
 _ADD_PARTS_S = 1.0e-6  # until the parts are added up
+# Seconds of products in shares on an H200.
+_SHARES_S = 3.5e-6  # until the first unit arrives, and after the last one
+_LONE_SHARE_UNIT_S = 0.25e-6  # of a unit, and per token, while few other multiprocessors load
+_LONE_SHARE_UNIT_S_PER_TOKEN = 2.4e-9
+_SHARES_SPEEDUP = 1.15  # factor on the bandwidth of memory, of units of which _TOKEN_BYTES_FACTOR of the tokens count
+_TOKEN_BYTES_FACTOR = 0.32
+_ADD_SHARED_S = 1.5e-6  # until the parts of shared tiles are added up, and per token of a part
+_ADD_SHARED_S_PER_TOKEN = 1.3e-10
+BLOCK_ROWS = 128  # rows and columns of a block of the weight with a scale, and of a tile in shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,8 @@ class OperandStorage:
     """Number of tokens of the smallest tile."""
     can_stream: bool = False
     """True if a streamed kernel exists for this storage."""
+    shares_units: bool = False
+    """True if :mod:`outrider_triton.quantized.jit.scaled_blocks` multiplies this storage."""
     library: bool = False
     """True if the library multiplies the operands as stored, which is preferred to unstreamed products of more than
     :data:`MAX_TOKENS_TRITON_GEMM` tokens.
@@ -122,6 +133,24 @@ def estimate_library(facts: DeviceFacts, *, n: int, k: int) -> float:
     of a tile one after the other.
     """
     return max(n * k / (_LIBRARY_BANDWIDTH_FRACTION * facts.bytes_per_second), k * _LIBRARY_S_PER_COLUMN) + LAUNCH_OVERHEAD_S
+
+
+def estimate_shares(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: int) -> float:
+    """Estimate the seconds of a product in shares of units (:mod:`outrider_triton.quantized.jit.scaled_blocks`)."""
+    tiles, steps, programs, m = n // BLOCK_ROWS, k // config.block_k, config.rows_per_program, config.block_m
+    unit_bytes = (BLOCK_ROWS + _TOKEN_BYTES_FACTOR * m) * config.block_k
+
+    def unit(active: int) -> float:
+        loads = active * unit_bytes / (_SHARES_SPEEDUP * facts.bytes_per_second)
+        return max(_LONE_SHARE_UNIT_S + _LONE_SHARE_UNIT_S_PER_TOKEN * m, loads) if active else 0.0
+
+    full, rest = divmod(programs, facts.processors)
+    units_time = -(-tiles * steps // programs) * (full * unit(facts.processors) + unit(rest))
+    shared_time = 0.0
+    if programs != tiles:  # a program's share begins and ends inside of tiles, or is a part of one
+        parts = programs * (2 if programs % tiles else 1)
+        shared_time = _ADD_SHARED_S + _ADD_SHARED_S_PER_TOKEN * parts * m
+    return LAUNCH_OVERHEAD_S + _SHARES_S + units_time + shared_time
 
 
 def estimate_streamed_nibbles(
