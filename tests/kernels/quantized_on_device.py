@@ -93,7 +93,7 @@ def layer(weights, given, kv_heads, kernel_set, dtype):
         first.flatten(1),
         total,
         kernel_set.quantized.linear_quantized_add_rms_norm(added, residual.clone(), norm, 1e-5),
-        kernel_set.embed_beside_linear_quantized(tokens, embedding, x, weights[4]),
+        kernel_set.fuse_embedding(tokens, embedding, x, weights[4], None),
     )
 
 
