@@ -80,6 +80,10 @@ _LONE_UNIT_S_PER_COLUMN = 0.3e-9
 _SCALE_S_PER_SUM = 1e-11
 _LATER_WAVE_S = 6e-6  # until 8-bit programs that didn't fit at first have filled their pipelines
 _TILE_FACTORS = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
+_LONE_TILE_FACTORS = {64: 1.25, 128: 1.25, 256: 1.1}
+"""Measured factors on unstreamed tiles of up to 16 tokens, by columns, if each multiprocessor has one program: the next tile
+is requested late.
+"""
 _BOX_FACTORS = {8: 1.015, 16: 1.005, 32: 1.0}  # smaller boxes are more copy-engine requests
 _BOX_FACTORS_8_BIT = {8: 1.06, 16: 1.01, 32: 1.0}
 
@@ -525,6 +529,8 @@ def estimate_seconds(
     access_factor = (1.03 if columns_fit else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
     box_factors = _BOX_FACTORS_8_BIT if streams_8_bit else _BOX_FACTORS
     factor = box_factors[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
+    if not streamed and config.block_m <= 16 and min(resident, rounds) == 1:
+        factor *= _LONE_TILE_FACTORS[config.block_k]
     return (max(memory, cache, matmul, units_time) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
 
 
