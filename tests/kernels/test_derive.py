@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
 from math import ceil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,10 @@ from outrider_triton.tiles.derive.attention import AttentionHeads, attention_byt
 from outrider_triton.tiles.derive.products import OPERATORS, choose_config, estimate_seconds, rank_configs, shared_bytes
 from outrider_triton.tiles.facts import DeviceFacts, facts_of
 
+FEW_TOKENS = json.loads((Path(__file__).resolve().parents[1] / "data/products_of_few_tokens_h200.json").read_text())
+"""Microseconds of products of a weight and few tokens, after the fields of the configuration; of ``linear_parts``, with the
+norm that adds the parts. 2026-11-30.
+"""
 MODELS = sorted(set(SHAPES) - {"tiny"})
 
 
@@ -87,7 +92,7 @@ def check(facts, operator, config, n, k, m, half):
     assert 32 % box == 0
     assert config.rows_per_program % box == 0
     assert config.stages > 1
-    assert config.rows_per_program <= 32 or not fold
+    assert config.rows_per_program <= 32 or not fold or (operator == "linear" and m <= 16 and config.rows_per_program >= 64)
 
 
 # Every shape on one device of each kind, and a few on all: the rest is the same arithmetic.
@@ -110,6 +115,16 @@ def test_every_product_has_a_configuration_that_fits(device, model):
                 assert m > 64 or (operator == "linear_add_scaled" and (k > 2 * n or m > 32))
                 continue
             check(facts, operator, config, n, k, m, half)
+
+
+@pytest.mark.parametrize("case", FEW_TOKENS)
+def test_of_the_products_of_few_tokens_that_were_measured_a_fast_one_is_chosen(case):
+    operator, *sizes = case.split(", ")
+    n, k, m = map(int, sizes)
+    chosen = choose_config(DEVICES["H200"], operator, m=m, n=n, k=k)
+    measured = [(MatmulConfig(*row[:-1]), row[-1]) for row in FEW_TOKENS[case]]
+    alike = [took for config, took in measured if replace(chosen, block_n=config.block_n, stages=config.stages) == config]
+    assert max(alike) <= 1.03 * min(took for _, took in measured)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -260,7 +260,9 @@ def _streamed(
             pairs = n if fold_factor == 2 else -(-n // 2)
             each = -(-pairs // (facts.processors * waves * box)) * box
         inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, _PAIRS)
-        if inside % box or (is_unquantized and fold_factor == 2 and each > _PAIRS):
+        # The tokens are loaded again for each tile.
+        has_tiles = operator == "linear" and m <= 16 and each >= 2 * _PAIRS
+        if inside % box or (is_unquantized and fold_factor == 2 and each > _PAIRS and not has_tiles):
             continue
         budgets = (facts.processor_shared // 2 - 1024,) if waves > 1 else _PIPELINE_BYTES[operator == "linear_add_scaled"]
         # Two units of two pieces with scales of their own, and more tokens, need more registers than a thread has.
