@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from model.hybrid_checkpoints import greedy, random_model, save
+from model.hybrid_checkpoints import MtpOracle, greedy, random_model, save
 from outrider import Engine, SamplingParams
 from outrider.engine.setup.facts import collect_facts
+from outrider.errors import CheckpointError
 from outrider.speculative.draft_model import HybridDraftModelProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_proof.tiny import BACKEND, plain_config
@@ -65,6 +66,19 @@ def test_drafts_are_those_of_the_oracle(checkpoints, monkeypatch):
         accepted |= {after - before - 1 for before, after in pairwise(lengths)}
     assert len(accepted) > 2, "the drafts are all accepted or all rejected"
     assert engine.stats.prefix_hits == 64
+
+
+@pytest.mark.parametrize(("family", "nested"), [("qwen3_next", False), ("qwen3_5", True), ("qwen3_5_moe", True)])
+def test_a_draft_may_have_a_head_of_its_own(family, nested, tmp_path):
+    """As published: within the names of a vision-language model, with experts, and with a head that isn't used."""
+    model = random_model(family, 3, tie_word_embeddings=False)
+    save(model, tmp_path, head=MtpOracle(model, 4), nested=nested)
+    options = {"draft_dir": tmp_path, "config": CONFIG}
+    engine = Engine.from_checkpoint(tmp_path, BACKEND, speculate="draft-model", **options)
+    (found,) = engine.generate([[5, 6, 7]], PARAMS)
+    assert (list(found.token_ids), found.iterations) == (greedy(model, [5, 6, 7], PARAMS.max_tokens), 5)
+    with pytest.raises(CheckpointError, match="those of a draft for speculate 'draft-model', not 'eagle'"):
+        Engine.from_checkpoint(tmp_path, BACKEND, speculate="eagle", **options)
 
 
 def test_another_target_keeps_the_states_of_its_draft(checkpoints, tmp_path):
