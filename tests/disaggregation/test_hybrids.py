@@ -61,7 +61,7 @@ def served(sides, given):
 
 
 @pytest.mark.parametrize("mode", [{}, {"overlap": False}, {"mode": "fused"}], ids=["overlap", "synchronous", "fused"])
-@pytest.mark.parametrize("proposer", ["none", "ngram", "mtp-chain"])
+@pytest.mark.parametrize("proposer", ["none", "ngram", "mtp-chain", "hybrid-draft"])
 @pytest.mark.sample(3)
 def test_tokens_are_those_of_one_engine(proposer, mode):
     sides = Couple(made(proposer, **mode), made(proposer, **mode), LocalTransport())
@@ -198,8 +198,9 @@ def on_ranks(proposer, layout):
     [(2, 1), *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((1, 2), (2, 2), (4, 1)))],
     ids=["tensor2", "data2", "tensor2-data2", "tensor4"],
 )
-def test_states_land_on_every_rank(layout):
-    assert on_ranks("mtp-chain", layout) == alone(PROMPTS, wide=True)
+@pytest.mark.parametrize("proposer", ["mtp-chain", "hybrid-draft, itself"])
+def test_states_land_on_every_rank(layout, proposer):
+    assert on_ranks(proposer, layout) == alone(PROMPTS, wide=True)
 
 
 def test_the_states_of_another_rank_are_found(monkeypatch):

@@ -28,7 +28,7 @@ from outrider.model import (
 from outrider.model.checkpoint.mapping import SINGLE_RANK
 from outrider.model.heads.mtp import chained_head_config, chained_mtp_targets
 from outrider.registry import get_backend
-from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
+from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer, HybridDraftModelProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.lookup import NgramProposer
 from outrider.speculative.mtp import MtpProposer
@@ -114,10 +114,11 @@ def test_plain_tokens_are_those_of_generate(checkpoint, overlap, chunk):
 
 def proposers(checkpoint):
     target = checkpoint.target
+    drafts = HybridDraftModelProposer if checkpoint.is_hybrid else DraftModelProposer
     return {
         "ngram": lambda: NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=3),
         "ngram-tree": lambda: NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=2, branches=2),
-        "same-model": lambda: DraftModelProposer(target, target=target, draft_tokens=3),
+        "same-model": lambda: drafts(target, target=target, draft_tokens=3),
         "same-model-tree": lambda: DraftModelTreeProposer(target, target=target, shape=DynamicTree(topk=2, depth=3)),
         "eagle": lambda: EagleProposer(checkpoint.head, draft_tokens=3),
         "eagle-tree": lambda: EagleTreeProposer(checkpoint.head, DynamicTree(topk=2, depth=3)),
@@ -127,7 +128,7 @@ def proposers(checkpoint):
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe")
 NAMES = ("ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle-tree", "eagle3")
-CASES = [(family, name) for family in VISION_FAMILIES for name in NAMES if family not in HYBRIDS or "same" not in name]
+CASES = [(family, name) for family in VISION_FAMILIES for name in NAMES]
 
 
 @pytest.mark.sample(1, per="name")

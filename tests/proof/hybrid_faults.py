@@ -16,8 +16,11 @@ from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
 from outrider.engine.state.rows import StateTransfer
+from outrider.engine.state.staging import InputUpload
 from outrider.engine.step import Step
 from outrider.model import StateInput
+from outrider.speculative.draft_model import HybridDraftModelProposer
+from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from proof.setups import RecordedServing
 
@@ -28,9 +31,11 @@ def wrong_requests(proposer, number, mode="staged"):
     wanted = [reference_tokens(name, without_schedule(arrival)) for arrival in program.arrivals]
     moves = any(arrival.moves for arrival in program.arrivals)
     engines = [host_models(name).engine(program, mode=mode, overlap=bool(number % 3)) for _ in range(2 if moves else 1)]
-    served = RecordedServing(engines, program, name)
+    served, wrong = RecordedServing(engines, program, name), []
+    if proposer.endswith("itself"):
+        for engine in engines:
+            engine.step = _with_equal_states(engine, wrong)
     served.step_until_idle()
-    wrong = []
     for index, tokens in enumerate(wanted):
         got = tuple(served.tokens[index])
         if got != (tokens[: len(got)] if served.ended[index] == "abort" else tokens):
@@ -42,6 +47,29 @@ def wrong_requests(proposer, number, mode="staged"):
         "preempted": sum(record.preemptions > 0 for record in records),
         "moved": served.moved,
     }
+
+
+def _with_equal_states(engine, wrong):
+    """A step that compares the states of a draft with those of the target, if both are one model.
+
+    The rows are those of checkpoints and of requests that have not ended on the device, beyond which pages are missing.
+    """
+    step, parts, scheduler = engine.step, engine._parts, engine._loop.scheduler
+    pairs = [
+        pair for layers in zip(parts.cache.states, parts.proposer.states, strict=True) for pair in zip(*layers, strict=True)
+    ]
+
+    def goes_on(request):
+        return parts.future.seq_lens[request.row] < len(request.prompt) + request.params.max_tokens
+
+    def stepped():
+        made = step()
+        rows = [*scheduler.pages.checkpoints._row_of.values(), *(each.row for each in scheduler.running if goes_on(each))]
+        if any(not torch.allclose(target[rows], draft[rows]) for target, draft in pairs):
+            wrong.append("the draft's states")
+        return made
+
+    return stepped
 
 
 def _commits(change):
@@ -269,6 +297,61 @@ def a_hand_over_loses_the_window():
     return _handed_over(lambda state: torch.zeros_like(state) if state.dim() == 3 else state)
 
 
+def a_draft_advances_the_states_themselves():
+    real = HybridDraftModelProposer.allocate_states
+
+    def allocate(self, **options):
+        real(self, **options)
+        self._drafted = self._cache
+
+    return patch.object(HybridDraftModelProposer, "allocate_states", allocate)
+
+
+def rejected_drafts_enter_the_drafts_state():
+    real = HybridDraftModelProposer.extend
+
+    def extend(self, inputs):
+        if inputs.first_tokens is not None:
+            width = inputs.tokens.shape[0] // inputs.last.shape[0]
+            inputs = replace(inputs, last=inputs.last + (width - 1 - inputs.last % width))
+        return real(self, inputs)
+
+    return patch.object(HybridDraftModelProposer, "extend", extend)
+
+
+def states_are_kept_before_the_draft_reads_the_prompt():
+    real = Step._launch_prompts
+
+    def launch(self, batch, packer, bucket):
+        filled = real(self, batch, packer, bucket)
+        self._copy_states(packer, "saved_states")
+        packer._segments.pop("saved_states", None)
+        return filled
+
+    return patch.object(Step, "_launch_prompts", launch)
+
+
+def the_targets_states_alone_are_copied():
+    real = InputUpload.copy_states
+
+    def copy(self, packer, which):
+        self._states = self._states[: len(tiny.RECURRENT.layers)]
+        real(self, packer, which)
+
+    return patch.object(InputUpload, "copy_states", copy)
+
+
+def a_hand_over_loses_the_drafts_states():
+    real = StateTransfer._state
+
+    def state(self, request, length):
+        *others, states = real(self, request, length)
+        own = 2 * len(tiny.RECURRENT.layers)
+        return *others, (*states[:own], *(torch.zeros_like(each) for each in states[own:]))
+
+    return patch.object(StateTransfer, "_state", state)
+
+
 FAULTS = {
     "vllm 39273, 39463": (a_row_without_drafts_reads_another_row, "none", 0, "staged"),
     "vllm 40738": (the_window_ends_with_the_drafts, "ngram", 0, "staged"),
@@ -291,5 +374,15 @@ FAULTS = {
     "a window lost on the way": (a_hand_over_loses_the_window, "none", 1, "staged"),
     "tokenspeed 700": (padding_goes_to_the_first_request, "none", 2, "graphs"),
     "vllm 41841": (padding_keeps_stale_rows, "ngram", 0, "graphs"),
+    "a draft without a copy": (a_draft_advances_the_states_themselves, "hybrid-draft, itself", 0, "staged"),
+    "rejected drafts": (rejected_drafts_enter_the_drafts_state, "suffix+hybrid-draft, itself", 0, "staged"),
+    "a draft's state kept too early": (
+        states_are_kept_before_the_draft_reads_the_prompt,
+        "hybrid-draft, itself",
+        6,
+        "staged",
+    ),
+    "a hit without the draft's state": (the_targets_states_alone_are_copied, "hybrid-draft, itself", 2, "fused"),
+    "a hand-over without the draft's state": (a_hand_over_loses_the_drafts_states, "hybrid-draft, itself", 1, "staged"),
 }
 """Faults by the threads that report them, or in words, each with a program that shows it: proposer, number and mode."""

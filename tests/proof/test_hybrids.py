@@ -143,6 +143,8 @@ def test_a_fault_put_back_is_found(name):
         pytest.param(EngineSetup("mtp-chain" + HYBRID, "fused"), 4, marks=pytest.mark.slow),
         pytest.param(EngineSetup("ngram" + HYBRID, "graphs", "npu"), 3, marks=pytest.mark.slow),
         (EngineSetup("none" + HYBRID, "staged", "rocm"), 1),
+        (EngineSetup("hybrid-draft", "staged", "cuda"), 6),
+        pytest.param(EngineSetup("hybrid-draft" + HYBRID, "fused"), 4, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -154,10 +156,17 @@ def test_a_program_under_some_schedules(setup, number):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fence", "proposer"),
-    [("pages_ready", "mtp-chain"), ("pages_read", "none"), ("pages_free", "none"), ("pages_written", "none"), (None, "none")],
+    [
+        *[("pages_ready", "mtp-chain" + HYBRID), ("pages_read", "none" + HYBRID), ("pages_free", "none" + HYBRID)],
+        *[("pages_written", "none" + HYBRID), (None, "none" + HYBRID)],
+        ("pages_written", "hybrid-draft"),
+    ],
 )
 def test_a_fence_of_the_network_card_orders_states(fence, proposer, monkeypatch):
-    """The card moves no page, so each finding is about states. With every fence there is none, and the tokens are wrong."""
+    """The card moves no page, so each finding is about states: of a hybrid target, or of a hybrid draft of another target.
+
+    With every fence there is none, and the tokens are wrong.
+    """
     split = LocalLink._split
 
     def without_pages(link, numbers, blocks):
@@ -165,7 +174,7 @@ def test_a_fence_of_the_network_card_orders_states(fence, proposer, monkeypatch)
         return [[]] * paged + parts[paged:]
 
     monkeypatch.setattr(LocalLink, "_split", without_pages)
-    setup = EngineSetup(proposer + HYBRID, "staged")
+    setup = EngineSetup(proposer, "staged")
     found = run_once_checked(setup, MOVING, drop_fence=fence)
     assert (found.error, found.implied) == (("RaceError", (fence,)) if fence else ("WrongTokens", ()))
 

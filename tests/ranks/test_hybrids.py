@@ -27,7 +27,7 @@ CONFIG = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk
 
 @pytest.mark.sample(1, per="layout")
 @pytest.mark.parametrize("mode", [{}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "graphs", "fused"])
-@pytest.mark.parametrize("proposer", ["mtp-chain", "ngram", "none"])
+@pytest.mark.parametrize("proposer", ["mtp-chain", "ngram", "none", "hybrid-draft, itself"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -73,6 +73,7 @@ def explored(setup, number, change=None):
     [
         pytest.param((2, 1), "mtp-chain", "fused", 8, marks=pytest.mark.slow),
         ((4, 1), "mtp-chain", "graphs", 9),
+        ((2, 1), "hybrid-draft", "staged", 2),
         pytest.param((2, 2), "ngram", "staged", 6, marks=pytest.mark.slow),
         pytest.param((4, 1), "none", "graphs", 2, marks=pytest.mark.slow),
     ],

@@ -109,10 +109,10 @@ def test_a_draft_model_of_another_vocabulary_is_refused(checkpoints, tmp_path, r
         build_proposer("draft-model", options(checkpoints, directory=tmp_path / "other"))
 
 
-def test_a_hybrid_draft_model_is_refused(checkpoints, tmp_path):
+def test_a_hybrid_draft_model_drafts_no_trees(checkpoints, tmp_path):
     write_vision_checkpoint(tmp_path / "hybrid", "qwen3_5")
-    with pytest.raises(ConfigError, match=r"hybrid has recurrent layers, .* take another draft, or the head"):
-        build_proposer("draft-model", options(checkpoints, directory=tmp_path / "hybrid"))
+    with pytest.raises(ConfigError, match=r"draft_topk is 2, and .*hybrid has recurrent layers: each branch"):
+        build_proposer("draft-model", options(checkpoints, directory=tmp_path / "hybrid", topk=2))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -180,10 +180,12 @@ def with_short_intervals(backend: Backend) -> KernelSet:
 
 def text_target(proposer: str, backend: Backend, part: ModelRanks | None) -> Decoder:
     """Return the target of a text proposer on ``backend``; with ranks, this rank's part."""
+    kernels = with_short_intervals(backend) if "hybrid" in proposer else None
     if proposer.endswith((HYBRID, WIDE_HYBRID)):
         target = tiny.hybrid() if proposer.endswith(HYBRID) else tiny.hybrid(recurrent=tiny.WIDE_RECURRENT)
-        return decoder(target, backend, part, kernels=with_short_intervals(backend))
-    return decoder(tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target(), backend, part)
+    else:
+        target = tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target()
+    return decoder(target, backend, part, kernels=kernels)
 
 
 def text_proposer(name: str, target: Decoder, backend: Backend) -> Proposer | None:

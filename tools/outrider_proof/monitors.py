@@ -115,7 +115,7 @@ def declared_memory(parts: EngineParts) -> Iterator[tuple[str, Iterable[Tensor]]
     yield "token masks", [parts.masks._draft_masks]
     yield "target cache", [tensor for layer in parts.cache.layers for tensor in layer]
     yield "recurrent states", [tensor for layer in parts.cache.states for tensor in layer]
-    yield "draft cache", parts.proposer.caches
+    yield "draft cache", [*parts.proposer.caches, *(tensor for layer in parts.proposer.states for tensor in layer)]
 
 
 def _tensors(owner: object) -> list[Tensor]:

@@ -32,7 +32,7 @@ from outrider.model import (
     Shards,
     or_single_rank,
 )
-from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
+from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer, HybridDraftModelProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
@@ -264,9 +264,16 @@ EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 
 CHAINED: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "mtp-chain": lambda t, _: EagleProposer(mtp(t)[0], draft_tokens=3),
+    "hybrid-draft": lambda t, b: HybridDraftModelProposer(
+        decoder(tiny.hybrid(tiny.WIDE_RECURRENT), b, t.ranks), target=t, draft_tokens=3
+    ),
+    "hybrid-draft, itself": lambda t, _: HybridDraftModelProposer(t, target=t, draft_tokens=3),
+    "suffix+hybrid-draft, itself": lambda t, _: CombinedProposer(
+        SuffixProposer.for_target(t, 3), HybridDraftModelProposer(t, target=t, draft_tokens=3), least=2
+    ),
 }
-"""Makers of a proposer with one multi-token prediction head that drafts a chain by itself, as hybrid models have
-it, by name.
+"""Makers of proposers of hybrid models, by name: a head of multi-token prediction that is applied to its own state again, a
+draft model with recurrent layers, and the hybrid target itself, whose drafts are all accepted.
 """
 
 

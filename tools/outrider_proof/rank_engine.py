@@ -72,7 +72,10 @@ NAMED = ("abort", "length", "bucket")
 """Names of the divergences that the sanitizer must find and name."""
 IMAGE_PROPOSERS = ("ngram, images", "eagle, images")
 """Proposers of the tiny vision-language model."""
-HYBRID_PROPOSERS = ("none", "ngram", "suffix", "draft-model", "mtp-chain", "eagle, untrained")
+HYBRID_PROPOSERS = (
+    *("none", "ngram", "suffix", "draft-model", "mtp-chain", "eagle, untrained"),
+    *("hybrid-draft", "hybrid-draft, itself", "suffix+hybrid-draft, itself"),
+)
 """Proposers whose target can have recurrent layers: they draft chains."""
 _HYBRID_FRACTION = 0.2
 """Fraction of programs whose target has recurrent layers."""

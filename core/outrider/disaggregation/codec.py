@@ -89,6 +89,7 @@ def engine_fit(engine: Engine, shards: Shards | None = None) -> dict[str, Any]:
     config, proposer = shards.local(engine.model.config, "the prefill server's model"), engine.proposer
     shapes = [[part_shape(cache, shards.attention), str(cache.dtype)] for cache in proposer.caches]
     relay = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in proposer.relay}
+    recurrent = proposer.recurrent
     of_model = {f"model.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}
     return of_model | {
         "dtype": str(engine.model.dtype),
@@ -96,6 +97,7 @@ def engine_fit(engine: Engine, shards: Shards | None = None) -> dict[str, Any]:
         "page_size": repr(engine.config.page_size),
         "proposer": proposer.name,
         "proposer.caches": repr(shapes),
+        "proposer.recurrent": repr(recurrent and recurrent.shard(shards.attention.size)),
         "proposer.relay": repr(relay),
     }
 

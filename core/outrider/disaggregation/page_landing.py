@@ -16,7 +16,7 @@ import base64
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from torch import Tensor
@@ -70,9 +70,11 @@ def registered_memory(engine: Engine, tensor_ranks: int, part: Shard | None = No
     """
     if tensor_ranks == 1:
         return engine.page_memory, engine.state_memory
-    part, recurrent = part or Shard(), engine.model.config.recurrent
-    states = () if recurrent is None else states_of_part(engine.state_memory, recurrent, part)
-    return slots_of_part(engine.page_memory, part), states
+    part, states, parts = part or Shard(), iter(engine.state_memory), list[Tensor]()
+    for config in (engine.model.config.recurrent, engine.proposer.recurrent):
+        if config is not None:
+            parts += states_of_part(list(islice(states, 2 * len(config.layers))), config, part)
+    return slots_of_part(engine.page_memory, part), tuple(parts)
 
 
 def slots_of_pages(pages: Sequence[int], page_size: int, num_slots: int) -> list[int]:

@@ -132,7 +132,7 @@ class Assembly:
 def _build_checkpoints(parts: EngineParts) -> StateCheckpoints | None:
     """Create the host's record of state checkpoints, whose rows follow those of requests; None without recurrent layers."""
     config = parts.config
-    if parts.model.config.recurrent is None:
+    if not parts.states:
         return None
     return StateCheckpoints(
         first_row=config.max_requests + 1,

@@ -113,7 +113,7 @@ class EngineConfig:
     state_checkpoints: int | None = None
     """Number of prefixes whose recurrent states are kept for the prefix cache, apart from the states of requests.
 
-    Only models with recurrent layers have such states. A prefix without its state can't be shared.
+    Only targets and draft models with recurrent layers have such states. A prefix without its state can't be shared.
     """
     batch_invariant: bool = False
     """Each sum of a token has one order: output is equal in every bit alone and in any batch, with and without speculation on

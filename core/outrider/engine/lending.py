@@ -34,7 +34,7 @@ class PageLending:
         self._parts, self._loop, self._admission, self._session = parts, loop, admission, session
         self._guard = loop.failure_recovery.guard_device_work
         self._scheduler = loop.scheduler
-        self._has_states = parts.model.config.recurrent is not None
+        self._has_states = bool(parts.states)
         self._decision_log = decision_log = loop.decision_log
         self._group, self._has_page_parts = decision_log.own_group, decision_log.has_page_parts
         transfers = len(parts.fences.pages_ready) + 1

@@ -141,6 +141,7 @@ class Prefill:
             temperature=temperature,
             seeds=seeds,
             sampling=features.sampling,
+            rows=inputs.rows,
             relay=future.gather_relay(inputs.rows),
             continues=inputs.continues,
             prompt=inputs.tokens,
@@ -314,7 +315,7 @@ def _can_replay_prefill(parts: EngineParts) -> bool:
         return False  # attention reads lengths on the host
     if model.config.rope.depends_on_length:
         return False  # rope depends on more than a position
-    if model.config.recurrent is not None and not model.kernels.is_native("chunk_gated_delta_rule"):
+    if parts.states and not model.kernels.is_native("chunk_gated_delta_rule"):
         return False  # the reference's launches grow with the tokens of a chunk
     if not model.native or model.kernels.row_invariant:
         return False  # kernels launch a call for each token, or belong to another model's code

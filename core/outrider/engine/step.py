@@ -81,9 +81,10 @@ class Step:
         self._upload_inputs(requested, packer, entry)
         filled = self._launch_prompts(batch, packer, bucket)
         if not batch.decode:
-            return self._finish_prefill_only(requested, filled, entry)
+            return self._finish_prefill_only(requested, filled, packer, entry)
         if filled is not None:
             self.prefill.extend(filled)
+        self._copy_states(packer, SAVED_STATES)
         self._decode(requested, entry)
         return self._copy_results_to_host(requested, entry)
 
@@ -168,9 +169,7 @@ class Step:
         if batch.arrivals:
             self._parts.transfer.write_arrivals(batch.arrivals)
         self._copy_states(packer, RESTORED_STATES)
-        filled = self.prefill.launch(batch, packer, bucket) if batch.prefill else None
-        self._copy_states(packer, SAVED_STATES)
-        return filled
+        return self.prefill.launch(batch, packer, bucket) if batch.prefill else None
 
     def _copy_states(self, packer: Packer, which: str) -> None:
         """Copy recurrent states on forward, if the batch has the segment ``which`` of pairs of rows."""
@@ -178,7 +177,9 @@ class Step:
             with self._backend.on(self._streams.forward):
                 self._input_upload.copy_states(packer, which)
 
-    def _finish_prefill_only(self, requested: Batch, filled: PrefilledChunks | None, entry: int) -> PendingResult:
+    def _finish_prefill_only(
+        self, requested: Batch, filled: PrefilledChunks | None, packer: Packer, entry: int
+    ) -> PendingResult:
         """Finish an iteration without decode: copy the results with the first tokens to the host, and enqueue the draft's
         pass over the prompts after them.
 
@@ -188,6 +189,7 @@ class Step:
         pending = None if self._results.is_shared else self._copy_results_to_host(requested, entry)
         if filled is not None:
             self.prefill.extend(filled)
+        self._copy_states(packer, SAVED_STATES)
         self._fences.shared_reads_done.signal(self._streams.forward)
         return pending or self._copy_results_to_host(requested, entry)
 

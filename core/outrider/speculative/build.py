@@ -33,7 +33,7 @@ from outrider.model import (
 )
 from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
+from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer, HybridDraftModelProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
@@ -193,10 +193,10 @@ def _build_chained_mtp(options: DraftOptions) -> Proposer:
 def _build_draft_model(options: DraftOptions) -> Proposer:
     directory = _draft_directory(options, "draft-model", "a draft model")
     context, own = options.target.config.max_context, read_model_config(directory, drafts=True)
-    if own.recurrent is not None:
+    if own.recurrent is not None and options.topk > 1:
         raise ConfigError(
-            f"{directory} has recurrent layers, whose states can't be cut back to the accepted tokens: a draft model has "
-            "attention in every layer; take another draft, or the head in the model's checkpoint (speculate mtp)"
+            f"draft_topk is {options.topk}, and {directory} has recurrent layers: each branch of a tree would need a state "
+            "of its own; leave draft_topk out, to draft a chain"
         )
     model = load_decoder(
         directory,
@@ -210,7 +210,8 @@ def _build_draft_model(options: DraftOptions) -> Proposer:
     )
     model = with_vocabulary_size(model, options.target.config.vocab_size, directory=directory, backend=options.backend)
     if options.topk == 1:
-        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens, context=own.max_context)
+        build = DraftModelProposer if own.recurrent is None else HybridDraftModelProposer
+        return build(model, target=options.target, draft_tokens=options.draft_tokens, context=own.max_context)
     return DraftModelTreeProposer(model, target=options.target, shape=_tree_shape(options))
 
 

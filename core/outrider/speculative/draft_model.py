@@ -1,7 +1,8 @@
 """Drafting by a separate, smaller decoder (Leviathan et al. 2023, Chen et al. 2023), as a chain or as a tree.
 
 Its KV cache holds every token up to the last one, so only its predictions of the next token are relayed. Draft-extend runs
-the accepted tokens and computes these predictions: a draft of depth D costs D passes.
+the accepted tokens and computes these predictions: a draft of depth D costs D passes. A draft model with recurrent layers
+costs one pass more.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError
-from outrider.model import ForwardInput, KVCache, LanguageModel
+from outrider.device import Backend, ConfigError
+from outrider.model import ForwardInput, KVCache, LanguageModel, LayerState, RecurrentConfig, StateInput
 from outrider.speculative.proposer import (
     CachedProposer,
     ChainProposer,
@@ -38,6 +39,29 @@ def _check_vocabulary(model: LanguageModel, target: LanguageModel) -> None:
         )
 
 
+def _prompt_input(model: LanguageModel, inputs: ExtendInputs) -> ForwardInput:
+    """Return the draft model's pass over the tokens of prompts.
+
+    A vision-language draft model reads the target's image features if their size matches.
+    """
+    assert inputs.prompt is not None  # the caller has prompts
+    reads_media = (
+        model.config.vision is not None
+        and inputs.embeddings is not None
+        and inputs.embeddings.shape[1] == model.config.feature_size
+    )
+    return ForwardInput(
+        inputs.prompt,
+        extend_rope_positions(model.config.rope, inputs),
+        inputs.slots,
+        inputs.attention,
+        inputs.embeddings if reads_media else None,
+        inputs.embedded if reads_media else None,
+        inputs.prompt_lens,
+        inputs.kept,
+    )
+
+
 def _run_accepted(model: LanguageModel, cache: KVCache, page_size: int, inputs: ExtendInputs) -> Tensor:
     """Run the draft model over the accepted tokens, each at its own position. Return the hidden states [B, H] of each
     request's last token.
@@ -46,23 +70,7 @@ def _run_accepted(model: LanguageModel, cache: KVCache, page_size: int, inputs: 
     batch = inputs.last.shape[0]
     if inputs.prompt is not None:
         # First the prompt's tokens, then the token after them, which no earlier call processed.
-        # A vision-language draft model reads the target's image features if their size matches.
-        reads_media = (
-            model.config.vision is not None
-            and inputs.embeddings is not None
-            and inputs.embeddings.shape[1] == model.config.feature_size
-        )
-        flat = ForwardInput(
-            inputs.prompt,
-            extend_rope_positions(model.config.rope, inputs),
-            inputs.slots,
-            attention,
-            inputs.embeddings if reads_media else None,
-            inputs.embedded if reads_media else None,
-            inputs.prompt_lens,
-            inputs.kept,
-        )
-        model.forward(flat, cache)  # writes keys and values; the result is unused
+        model.forward(_prompt_input(model, inputs), cache)  # writes keys and values; the result is unused
         tokens, positions = inputs.tokens[inputs.last], inputs.positions[inputs.last] + 1
         query_start = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device)
         attention = replace(attention, query_start=query_start, max_query=1)
@@ -140,14 +148,28 @@ class DraftModelProposer(_DraftModelBase, ChainProposer):
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Run K - 1 passes of one token per request. The first token is relayed, and each pass gives the next one."""
-        model, token = self._model, inputs.relay["token"]
-        tokens, probs = [token], [inputs.relay["probs"]]
-        count = inputs.count or self._draft_tokens
+        return self._draft_after([inputs.relay["token"]], [inputs.relay["probs"]], inputs, self.cache)
+
+    def _draft_after(
+        self,
+        tokens: list[Tensor],
+        probs: list[Tensor],
+        inputs: DraftInputs,
+        cache: KVCache,
+        states: StateInput | None = None,
+    ) -> Draft:
+        """Extend the drafted ``tokens`` and their distributions to K, with a pass of one token per request for each."""
+        model, count = self._model, inputs.count or self._draft_tokens
         following = self.next_positions(model.kernels, inputs, count=count + 1)
-        for step in range(1, count):
-            rope_positions = text_rope_positions(model.config.rope, following.positions[step], inputs.mrope_position_deltas)
-            flat = ForwardInput(token, rope_positions, following.slots[step], following.attention(step, f"draft.{step}"))
-            logits = model.logits(model.forward(flat, self.cache))
+        for step in range(len(tokens), count):
+            flat = ForwardInput(
+                tokens[-1] if tokens else inputs.last_tokens,
+                text_rope_positions(model.config.rope, following.positions[step], inputs.mrope_position_deltas),
+                following.slots[step],
+                following.attention(step, f"draft.{step}"),
+                states=states,
+            )
+            logits = model.logits(model.forward(flat, cache))
             token, distribution = sample_draft(model.kernels, logits, inputs, following.positions[step + 1])
             tokens.append(token)
             probs.append(distribution)
@@ -160,6 +182,91 @@ class DraftModelProposer(_DraftModelBase, ChainProposer):
         hidden = _run_accepted(self._model, self.cache, self._page_size, inputs)
         token, probs = sample_draft(self._model.kernels, self._model.logits(hidden), inputs, inputs.next_positions)
         return {"token": token, "probs": probs} if inputs.sampling else {"token": token}
+
+
+class HybridDraftModelProposer(DraftModelProposer):
+    """A proposer of chains of K tokens from a draft model with recurrent layers. It relays nothing.
+
+    A recurrent state can't be cut back to the accepted tokens. A draft therefore advances a copy of each request's states,
+    and draft-extend runs the verified tokens from the states themselves, and commits those of the accepted tokens, as verify
+    does. Both cover the target's cached tokens, so that K + 1 passes draft K tokens.
+    """
+
+    _tokens_ahead = 0
+    accepts_padding = extends = True
+    relay: tuple[RelaySpec, ...] = ()
+    _drafted: KVCache
+
+    @property
+    def recurrent(self) -> RecurrentConfig | None:
+        """The recurrent layers of the draft model."""
+        return self._model.config.recurrent
+
+    @property
+    def slots(self) -> int:
+        """Number of slots that an iteration writes, K + 1: draft-extend writes those of verify."""
+        return self._draft_tokens + 1
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """The states of each recurrent layer of the draft model."""
+        return self.cache.states
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one request."""
+        return self._recurrent.state_bytes(self._model.dtype)
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of the copy of one request's states, and of what draft-extend keeps of its verified tokens."""
+        return self.state_bytes + (self._draft_tokens + 1) * self._recurrent.window_bytes(self._model.dtype)
+
+    @property
+    def _recurrent(self) -> RecurrentConfig:
+        assert self.recurrent is not None  # other draft models have another proposer
+        return self.recurrent
+
+    def allocate_states(self, *, backend: Backend, rows: int, requests: int) -> None:
+        """Allocate the states, and a row of the copy for each request."""
+        del backend
+        recurrent, dtype, pages = self._recurrent, self._model.dtype, self.cache
+        self._cache = pages.with_states(recurrent, rows, dtype)
+        self._drafted = pages.with_states(recurrent, 1 + requests, dtype)
+
+    def host_lengths_of(self, count: int) -> Mapping[str, int]:
+        """Return the lengths of draft-extend and of ``count`` draft passes, the first over the last token."""
+        return {"extend": 0, **{f"draft.{step}": step + 1 for step in range(min(count, self._draft_tokens))}}
+
+    def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        """Return the only pass, over the prompts."""
+        del sequences, longest
+        return (tokens,)
+
+    def draft(self, inputs: DraftInputs) -> Draft:
+        """Copy the states of the batch, and run K passes of one token per request, which advance the copy."""
+        kernels, rows = self._model.kernels, inputs.rows
+        for committed, drafted in zip(self.cache.states, self._drafted.states, strict=True):
+            for state, copied in zip(committed, drafted, strict=True):
+                kernels.scatter_rows(copied, rows, kernels.gather_rows(state, rows))
+        return self._draft_after([], [], inputs, self._drafted, StateInput(rows, decodes=True))
+
+    def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
+        """Run one pass over the prompts, or over the verified tokens, and commit the states of the accepted ones."""
+        model, first = self._model, inputs.first_tokens
+        if first is None:
+            model.forward(replace(_prompt_input(model, inputs), states=StateInput(inputs.rows)), self.cache)
+            return {}
+        after = inputs.tokens.view(first.shape[0], -1)
+        tokens = torch.cat((first.unsqueeze(1), after[:, :-1]), dim=1).flatten()
+        states = StateInput(inputs.rows, decodes=True, window=[] if after.shape[1] > 1 else None)
+        attention = replace(inputs.attention, plan=None, shapes=())  # the existing plan is for the target's shape
+        rope_positions = extend_rope_positions(model.config.rope, inputs)
+        flat = ForwardInput(tokens, rope_positions, inputs.slots, attention, kept=inputs.kept, states=states)
+        model.forward(flat, self.cache)
+        if states.window is not None:
+            model.commit(flat, self.cache, inputs.last % after.shape[1])
+        return {}
 
 
 class DraftModelTreeProposer(_DraftModelBase, TreeProposer):

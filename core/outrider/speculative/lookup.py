@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device import AttentionShape, Backend, ConfigError, KernelSet
-from outrider.model import LanguageModel
+from outrider.model import LanguageModel, LayerState, RecurrentConfig
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec, slots_of
 from outrider.speculative.tree import Tree
 
@@ -474,10 +474,34 @@ class CombinedProposer(Proposer):
         """Bytes of one token in the caches of both proposers."""
         return self._lookup.token_bytes + self._other.token_bytes
 
+    @property
+    def recurrent(self) -> RecurrentConfig | None:
+        """The recurrent layers of the other proposer; the lookup has none."""
+        return self._other.recurrent
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """The states of the other proposer."""
+        return self._other.states
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row of the other proposer's states."""
+        return self._other.state_bytes
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that the other proposer holds for each request."""
+        return self._other.request_bytes
+
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the caches of both proposers with the target's page numbers."""
         for part in self.parts:
             part.allocate(backend=backend, pages=pages, page_size=page_size)
+
+    def allocate_states(self, *, backend: Backend, rows: int, requests: int) -> None:
+        """Allocate the states of the other proposer."""
+        self._other.allocate_states(backend=backend, rows=rows, requests=requests)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Draft with both proposers, and select for each request, on the device, the lookup's chain if its match is long

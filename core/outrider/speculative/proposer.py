@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, ConfigError, HostParam, KernelSet
-from outrider.model import BaseDraftHead, ForwardInput, KeptRows, KVCache, ModelConfig, RopeConfig, speculative_positions
+from outrider.model import (
+    BaseDraftHead,
+    ForwardInput,
+    KeptRows,
+    KVCache,
+    LayerState,
+    ModelConfig,
+    RecurrentConfig,
+    RopeConfig,
+    speculative_positions,
+)
 from outrider.speculative.tree import DynamicTree, Level, Tree
 
 
@@ -94,6 +104,8 @@ class DraftInputs:
     """Random seeds, int64 [B]."""
     mrope_position_deltas: Tensor | None
     """Difference of a token's mrope position and its index, int64 [B]. None if the target has no mrope."""
+    rows: Tensor
+    """Rows of the requests' recurrent states, int64 [B]; row 0 for padding."""
     relay: Mapping[str, Tensor]
     """Tensors [B, ...] that the previous iteration relayed, by name."""
     max_kv: int
@@ -159,6 +171,8 @@ class ExtendInputs:
     temperature: Tensor
     seeds: Tensor
     sampling: bool
+    rows: Tensor
+    """Rows of the requests' recurrent states, int64 [B]; row 0 for padding."""
     relay: Mapping[str, Tensor]
     """Tensors [B, ...] that the previous call relayed, by name. Valid only where ``continues`` is true."""
     continues: Tensor
@@ -167,6 +181,8 @@ class ExtendInputs:
     """The token *at* each position of a prompt, int64 [M]. None when decoding: earlier calls had these tokens in
     ``tokens``.
     """
+    first_tokens: Tensor | None = None
+    """The token at each request's first position, int64 [B]. None for prompts."""
     embeddings: Tensor | None = None
     """Media features of a prompt, as in :class:`ForwardInput`."""
     embedded: Tensor | None = None
@@ -364,9 +380,39 @@ class Proposer(ABC):
         """
         return 0
 
+    @property
+    def recurrent(self) -> RecurrentConfig | None:
+        """The recurrent layers of the proposer, whose states follow the target's. The default is None."""
+        return None
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """The states of the proposer's recurrent layers, in the rows of the target's states, after the same tokens.
+
+        The engine saves, restores and moves them with the target's. They exist from :meth:`allocate_states` on.
+        """
+        return ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row of :attr:`states`, known before they exist."""
+        return 0
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that the proposer holds for each request besides its caches and states."""
+        return 0
+
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the proposer's own caches, if any, with the page numbers of the target's cache."""
+
+    def allocate_states(self, *, backend: Backend, rows: int, requests: int) -> None:
+        """Allocate ``rows`` rows of states, of which row 0 takes padding and the next ``requests`` belong to requests.
+
+        Called after :meth:`allocate`. The default is for proposers without recurrent layers.
+        """
+        del backend, rows, requests
 
     @abstractmethod
     def draft(self, inputs: DraftInputs) -> Draft:
@@ -479,8 +525,8 @@ class CachedProposer(Proposer):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers of the proposer."""
-        config = self._config
-        return KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=self._dtype)
+        config, layers = self._config, len(self._config.attention_layers)
+        return KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=self._dtype)
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the key and value tensors of each layer of the proposer, in pages with the target's page numbers."""
@@ -489,7 +535,7 @@ class CachedProposer(Proposer):
         # The number of pages doesn't limit the batch: captured and measured batches are padded.
         self._query_start = torch.arange(MAX_BATCH_REQUESTS + 1, dtype=torch.int32, device=backend.device)
         self._cache = KVCache.allocate(
-            config.num_layers,
+            len(config.attention_layers),
             config.num_kv_heads,
             config.head_size,
             pages=pages,

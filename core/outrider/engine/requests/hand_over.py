@@ -52,7 +52,9 @@ class HandOver(RequestState):
     relay: Mapping[str, Tensor] = field(repr=False)
     """The tensors that the proposer relays between iterations, by name: [1, ...] on ``backend``."""
     states: tuple[Tensor, ...] = field(repr=False)
-    """Convolution state, then delta state, of each recurrent layer in turn: [1, ...] on ``backend``."""
+    """Convolution state, then delta state, of each recurrent layer of the target and then the proposer: [1, ...] on
+    ``backend``.
+    """
     model: ModelConfig = field(repr=False)
     dtype: torch.dtype
     cache_dtype: torch.dtype
@@ -88,12 +90,17 @@ class HandOver(RequestState):
             )
         if not self.keys_values:
             return  # this rank is in another data-parallel group than the request
-        sent = _shapes(self.draft_caches, 1), {name: _shape(value, 1) for name, value in self.relay.items()}
-        expected = _shapes(proposer.caches, 2), {spec.name: (spec.shape, spec.dtype) for spec in proposer.relay}
-        if sent != expected:
+        own = 0 if config.recurrent is None else 2 * len(config.recurrent.layers)
+        states = [state for layer in proposer.states for state in layer]
+        sent = [_shapes(self.draft_caches, 1), _shapes(self.states[own:], 1)]
+        expected = [_shapes(proposer.caches, 2), _shapes(states, 1)]
+        relay = {name: _shape(value, 1) for name, value in self.relay.items()}
+        declared = {spec.name: (spec.shape, spec.dtype) for spec in proposer.relay}
+        if (sent, relay) != (expected, declared):
             raise ConfigError(
                 f"the request comes from an engine whose proposer {self.proposer!r} has other caches or relays something "
-                f"else: {sent}, this one {expected}; build both with the same draft model and draft options"
+                f"else: {sent}, {relay}, this one {expected}, {declared}; build both with the same draft model and draft "
+                "options"
             )
 
 

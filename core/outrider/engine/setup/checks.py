@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
@@ -169,6 +169,8 @@ def predict_memory(
     """
     weights = plan.weight_bytes + (0 if draft_dir is None else header_bytes(plan, draft_dir))
     facts = collect_facts(backend, plan, NonSpeculativeProposer(), unloaded_bytes=weights)
+    if not facts.state_bytes:
+        config = replace(config, state_checkpoints=None)  # the draft may have states
     decided = resolve(config, facts)
     free = None if facts.memory is None else facts.memory.free + weights
     return PredictedMemory(weights, decided.page_size * facts.token_bytes, facts.state_bytes, free, decided)

@@ -124,7 +124,7 @@ def collect_facts(
         dtype=model.dtype,
         cache_dtype=model.cache_dtype,
         cached_bytes=kept,
-        state_bytes=0 if config.recurrent is None else config.recurrent.state_bytes(model.dtype),
+        state_bytes=proposer.state_bytes + (config.recurrent.state_bytes(model.dtype) if config.recurrent else 0),
         context=config.max_context,
         slots=proposer.slots,
         token_bytes=kept + proposer.token_bytes,
@@ -134,6 +134,7 @@ def collect_facts(
         request_bytes=torch.int32.itemsize * config.vocab_size
         + (_GRAPHS_REQUEST_BYTES if captures else 0)
         + window
+        + proposer.request_bytes
         + sync.bytes_per_request,
         fixed_bytes=_GRAPHS_BYTES if captures else 0,
         memory=memory,

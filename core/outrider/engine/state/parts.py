@@ -14,7 +14,7 @@ from outrider.engine.state.plans import AttentionPlans
 from outrider.engine.state.results import HostCopyRing, Probes, Results
 from outrider.engine.state.rows import FutureMap, RowTable, StateTransfer
 from outrider.engine.state.staging import InputUpload, Staging, staging_capacity
-from outrider.model import KVCache, LanguageModel, VisionTower
+from outrider.model import KVCache, LanguageModel, LayerState, VisionTower
 from outrider.speculative.proposer import Proposer
 
 _MAX_TRANSFERS = 64
@@ -57,6 +57,7 @@ class EngineParts:
         with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
             self.cache = self._allocate_cache()
             proposer.allocate(backend=backend, pages=config.num_pages, page_size=page_size)
+            proposer.allocate_states(backend=backend, rows=state_rows(requests, config.state_checkpoints), requests=requests)
             self.rows = RowTable(rows=requests + 1, pages=table_width, device=device)
             self.options = OptionTable(rows=requests + 1, vocabulary=vocabulary, device=device)
             self.masks = Masks(backend, proposer, entries=entries, max_requests=requests, vocabulary=vocabulary)
@@ -84,7 +85,7 @@ class EngineParts:
             rows=self.rows,
             options=self.options,
             future=self.future,
-            cache=self.cache,
+            states=self.states,
             kernels=kernels,
             page_size=page_size,
             rope=model.config.rope,
@@ -147,6 +148,11 @@ class EngineParts:
         The nodes of a tree lie in slots after the cached tokens, and each counts until the accepted path is moved.
         """
         return max(self.proposer.slots - 2, 0) if self.proposer.is_tree else 0
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """The states of all recurrent layers: those of the target, then those of the proposer."""
+        return (*self.cache.states, *self.proposer.states)
 
     @property
     def has_extend_work(self) -> bool:

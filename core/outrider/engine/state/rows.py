@@ -170,8 +170,8 @@ class StateTransfer:
 
     @property
     def states(self) -> tuple[Tensor, ...]:
-        """The state tensors of all recurrent layers, [rows, ...] each."""
-        return tuple(state for layer in self._cache.states for state in layer)
+        """The state tensors of all recurrent layers, [rows, ...] each: the target's, then the proposer's."""
+        return tuple(state for layer in (*self._cache.states, *self._proposer.states) for state in layer)
 
     def copy_to_this_backend(self, handed: HandOver) -> HandOver:
         """Return ``handed`` with tensors on this engine's backend.

@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, Backend, KernelSet, Stream
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
-from outrider.model import KVCache, RopeConfig
+from outrider.model import LayerState, RopeConfig
 from outrider.speculative.proposer import HostSeqLens
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ class InputUpload:
         rows: RowTable,
         options: OptionTable,
         future: FutureMap,
-        cache: KVCache,
+        states: Sequence[LayerState],
         kernels: KernelSet,
         page_size: int,
         rope: RopeConfig,
@@ -376,7 +376,7 @@ class InputUpload:
         self._rows = rows
         self._options = options
         self._future = future
-        self._cache = cache
+        self._states = states
         self._kernels = kernels
         self._page_size = page_size
         self._rope = rope
@@ -455,10 +455,11 @@ class InputUpload:
         """Copy the states of all recurrent layers from the first to the second row of each pair in the segment ``which``, on
         the forward stream.
 
-        States are restored before the prefill that continues them and saved after the prefill that wrote them.
+        States are restored before the prefill that continues them and saved after the prefill that wrote them, of the draft
+        too.
         """
         pairs = self._staged(packer)(which).view(-1, 2)
         sources, targets = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
-        for layer in self._cache.states:
+        for layer in self._states:
             for state in layer:
                 self._kernels.scatter_rows(state, targets, self._kernels.gather_rows(state, sources))

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.device import Backend, Weight
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles
-from outrider.model.checkpoint.mapping import MTP_PREFIXES, SINGLE_RANK, mtp_format
+from outrider.model.checkpoint.mapping import MTP_PREFIXES, SINGLE_RANK, is_mtp_tensor, mtp_format
 from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.pieces import Target
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
@@ -248,7 +248,6 @@ _KIND_BY_TENSOR = (
     ("layers.0.hidden_norm.weight", "eagle3"),
     ("hidden_norm.weight", "dflash"),
     ("fc.weight", "eagle"),
-    ("model.layers.0.mlp.down_proj.weight", "draft-model"),
 )
 """Name of the proposer for a checkpoint by the first of these tensors that it has."""
 
@@ -262,8 +261,10 @@ def check_draft_kind(directory: Path, name: str) -> None:
         find_mtp_format(files)
         return
     kind = next((kind for tensor, kind in _KIND_BY_TENSOR if tensor in files.tensors), None)
-    if kind is None and mtp_format(files.tensors) is not None:
-        kind = "mtp"
+    if kind is None:
+        # A hybrid's decoder may be within a vision-language model's names, have experts, and a head of its own.
+        decodes = any(key.startswith("model.") and ".layers.0." in key for key in files.tensors if not is_mtp_tensor(key))
+        kind = "draft-model" if decodes else "mtp" if mtp_format(files.tensors) is not None else None
     if kind not in (None, name):
         raise CheckpointError(f"{files.origin}: its tensors are those of a draft for speculate {kind!r}, not {name!r}")
 

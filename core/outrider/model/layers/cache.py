@@ -60,7 +60,7 @@ class KVCache:
         )
         if config.recurrent is None:
             return cache
-        return replace(cache, states=_allocate_states(config.recurrent, rows, dtype, device))
+        return cache.with_states(config.recurrent, rows, dtype)
 
     @classmethod
     def allocate(
@@ -90,6 +90,16 @@ class KVCache:
 
         return cls(tuple((page_tensor(), page_tensor()) for _ in range(num_layers)))
 
+    def with_states(self, config: RecurrentConfig, rows: int, dtype: torch.dtype) -> KVCache:
+        """Return a cache of the same pages with zeroed state ``rows`` of a model in ``dtype``."""
+        inputs, state = config.state_shapes()
+        wide, device = torch.promote_types(dtype, config.state_dtype), self.layers[0][0].device
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros((rows, *shape), dtype=dtype, device=device)
+
+        return replace(self, states=tuple(LayerState(zeros(inputs, dtype), zeros(state, wide)) for _ in config.layers))
+
     @property
     def pages(self) -> int:
         """Number of pages of this cache, the reserved page included."""
@@ -104,14 +114,3 @@ class KVCache:
     def page_bytes(num_layers: int, num_kv_heads: int, head_size: int, *, page_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of one page over all layers, keys and values together."""
         return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize
-
-
-def _allocate_states(config: RecurrentConfig, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[LayerState, ...]:
-    inputs, state = config.state_shapes()
-    wide = torch.promote_types(dtype, config.state_dtype)
-    return tuple(
-        LayerState(
-            torch.zeros((rows, *inputs), dtype=dtype, device=device), torch.zeros((rows, *state), dtype=wide, device=device)
-        )
-        for _ in config.layers
-    )
