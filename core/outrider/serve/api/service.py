@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
-from outrider.errors import RequestError
+from outrider.errors import BusyError, RequestError
 from outrider.model import Tokenizer
 from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder
 from outrider.serve.api.request_fields import ChatRequest, SamplingFields, format_guide, sampling_params
@@ -327,13 +327,8 @@ class Service:
         if samples > capacity:
             raise bad_request(f"the request asks for {samples} choices, this server runs and queues {capacity}", "n")
         if self.engine.num_open_samples + samples > capacity:
-            raise ApiError(
-                429,
-                f"the queue is full: {self.engine.num_open_samples} choices run or wait, {capacity} at most; try again later",
-                kind=OVERLOADED,
-                code="queue_full",
-                headers={"Retry-After": str(_RETRY_AFTER_S)},
-            )
+            open_samples = self.engine.num_open_samples
+            raise _overloaded(f"the queue is full: {open_samples} choices run or wait, {capacity} at most; try again later")
 
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
@@ -461,6 +456,8 @@ class Generation:
             deltas: list[ChoiceDelta] = []
             choices = [self._count(output, now) for output in outputs]  # all, before one raises
             for choice, output in zip(choices, outputs, strict=True):
+                if output.busy:
+                    raise _overloaded(str(output.error))
                 if output.refused:
                     raise bad_request(f"the request can't be served any further: {output.error}", code="failed")
                 if output.error is not None:
@@ -533,8 +530,15 @@ class Generation:
             self.log_fields["first_token_s"] = round(self.first_token_s, 6)
 
 
+def _overloaded(message: str) -> ApiError:
+    headers = {"Retry-After": str(_RETRY_AFTER_S)}
+    return ApiError(429, message, kind=OVERLOADED, code="queue_full", headers=headers)
+
+
 def _client_error(error: Exception) -> Exception:
     """Return the :class:`ApiError` that a client gets for ``error`` of the engine client, or ``error`` itself."""
+    if isinstance(error, BusyError):
+        return _overloaded(str(error))
     if isinstance(error, RequestError):
         return bad_request(str(error))
     if isinstance(error, EngineGone):

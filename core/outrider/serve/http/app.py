@@ -69,7 +69,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "There is no such model.",
         408: "The body didn't arrive in time.",
         413: "The body is too large.",
-        429: "The queue is full.",
+        429: "The queue is full, or too many schemas are being compiled.",
         431: "The headers are too many or too long.",
         500: "An internal error.",
         503: "The server is about to end.",
