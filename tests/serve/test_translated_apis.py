@@ -1,6 +1,7 @@
 """OpenAI's Responses and Anthropic's Messages by the official clients, and in the request shapes of two coding agents."""
 
 import json
+import re
 from importlib import import_module
 from typing import get_args, get_type_hints
 
@@ -547,6 +548,81 @@ def test_every_field_of_the_official_client_is_known(module, name, request_class
     params = getattr(import_module(module), name)
     elsewhere = {*getattr(request_class, "refused", ()), *getattr(request_class, "ignored", ())}
     assert params.__annotations__.keys() <= request_class.model_fields.keys() | elsewhere
+
+
+@pytest.mark.parametrize(
+    ("request_class", "path", "module", "names"),
+    [
+        (ResponsesRequest, "text", "openai.types.responses", ["ResponseTextConfigParam"]),
+        (ResponsesRequest, "text.format", "openai.types.responses", ["ResponseFormatTextJSONSchemaConfigParam"]),
+        (ResponsesRequest, "reasoning", "openai.types.shared_params", ["Reasoning"]),
+        (MessagesRequest, "output_config", "anthropic.types.beta", ["BetaOutputConfigParam"]),
+        (MessagesRequest, "output_config.format", "anthropic.types.beta", ["BetaJSONOutputFormatParam"]),
+        (
+            MessagesRequest,
+            "thinking",
+            "anthropic.types.beta",
+            [f"BetaThinkingConfig{n}Param" for n in ("Enabled", "Adaptive")],
+        ),
+        (MessagesRequest, "tool_choice", "anthropic.types", [f"ToolChoice{kind}Param" for kind in ("Auto", "Any", "Tool")]),
+    ],
+)
+def test_every_nested_field_of_the_official_client_is_known(request_class, path, module, names):
+    known = [getattr(import_module(module), name).__annotations__ for name in names]
+    assert set(request_class.nested[path]) == set().union(*known)
+
+
+TALK_OF_X = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+WRONG_NAMES = [
+    ("messages", {**TALK_OF_X, "thinking": {"typ": "enabled"}}, "thinking.typ"),
+    ("messages", {**TALK_OF_X, "thinking": {"type": "maybe"}}, "thinking.type"),
+    ("messages", {**TALK_OF_X, "output_config": {"format": {"type": "xml", "schema": LOOK}}}, "output_config.format.type"),
+    ("messages", {**TALK_OF_X, "output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ("messages", {**TALK_OF_X, "output_config": {"efort": "low"}}, "output_config.efort"),
+    ("messages", {**TALK_OF_X, "tools": [{"name": "bash"}, {"name": "", "input_schema": LOOK}]}, "tools[0].name"),
+    ("messages", {**TALK_OF_X, "tools": [{"name": "bash"}, {"name": "f", "input_schema": 5}]}, "tools[1].input_schema"),
+    ("messages", {**TALK_OF_X, "tools": [{"name": "bash"}, {"input_schema": LOOK}]}, "tools[1].name"),
+    ("messages", {**TALK_OF_X, "stop_sequences": ["a", "x" * 2000]}, "stop_sequences"),
+    (
+        "messages",
+        {
+            "model": "m",
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}],
+        },
+        "messages[0].content[0].source",
+    ),
+    ("responses", {"model": "m", "input": "x", "prompt": {"id": "p"}}, "prompt"),
+    ("responses", {"model": "m", "input": "x y " * 5000}, "input"),
+    ("responses", {"model": "m", "input": "\ud800"}, "input"),
+    ("responses", {"model": "m", "input": "x", "text": {"formt": {"type": "json_object"}}}, "text.formt"),
+    (
+        "responses",  # as a chat has it
+        {"model": "m", "input": "x", "text": {"format": {"type": "json_schema", "json_schema": {"schema": LOOK}}}},
+        "text.format.json_schema",
+    ),
+    ("responses", {"model": "m", "input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+    ("responses", {"model": "m", "input": "x", "reasoning": {"efort": "low"}}, "reasoning.efort"),
+    ("responses", {"model": "m", "input": "x", "tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), WRONG_NAMES, ids=lambda value: value if isinstance(value, str) else "")
+def test_an_error_names_the_field_as_the_client_does(scripted, path, body, param):
+    headers = {"authorization": "Bearer key", "content-type": "application/json"}
+    answer = httpx.post(f"{scripted.url}/v1/{path}", content=json.dumps(body), headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert not re.search(
+        r"function|json_schema\.|image_url|the (messages|input|prompt) have|the (messages|input) has", str(error)
+    )
+    if "stop" in param:
+        assert "1024 characters" in error["message"]
+
+
+def test_the_error_of_a_query_names_its_field(scripted):
+    answer = httpx.get(f"{scripted.url}/v1/responses/r?stream=often", headers={"authorization": "Bearer key"})
+    assert answer.json()["error"]["param"] == "stream"
 
 
 def test_parts_may_have_hints_that_have_no_effect(gpt, scripted):

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from outrider.errors import shown
 from outrider.serve.api.conversation import (
     BlockStep,
     Conversation,
@@ -52,6 +53,14 @@ class CountTokensRequest(TranslatedRequest):
         }
     )
     refusal_codes = MappingProxyType({"thread": "thread_unsupported_request"})
+    nested = MappingProxyType(
+        {
+            "output_config": ("effort", "format", "task_budget"),
+            "output_config.format": ("type", "schema"),
+            "thinking": ("type", "budget_tokens", "display", "block_binding"),
+            "tool_choice": ("type", "name", "disable_parallel_tool_use"),
+        }
+    )
     ignored = frozenset(
         (
             *("betas", "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token"),
@@ -93,10 +102,12 @@ def translate_messages_request(request: CountTokensRequest) -> ChatRequest:
     output = request.output_config or {}
     fields["reasoning_effort"] = output.get("effort")
     if output.get("format") is not None:
-        schema = expect(output["format"], dict, "output_config.format").get("schema")
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        form = expect(output["format"], dict, "output_config.format")
+        _check_type(form, "output_config.format", ("json_schema",))
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
     variables: dict[str, Any] = {}
     if request.thinking is not None:
+        _check_type(request.thinking, "thinking", ("enabled", "disabled", "adaptive", "between_tools"))
         variables = dict(thinking_variables(request.thinking.get("type") != "disabled"))
     last = conversation.messages[-1] if conversation.messages else {}
     if last.get("role") == "assistant" and "tool_calls" not in last:
@@ -110,21 +121,29 @@ def translate_messages_request(request: CountTokensRequest) -> ChatRequest:
 
 
 def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
-    tools = [
-        function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-        for _, tool in expect_objects(request.tools or [], "tools")
-        if "input_schema" in tool
-    ]
-    choice = request.tool_choice or {}
-    kind = expect(choice.get("type", "auto"), str, "tool_choice.type")
-    chosen: Any = {"auto": "auto", "any": "required", "none": "none"}.get(kind)
+    tools = []
+    for name, tool in expect_objects(request.tools or [], "tools"):
+        if "input_schema" in tool:
+            schema = expect(tool["input_schema"], dict, f"{name}.input_schema")
+            tools.append(function_tool(expect(tool.get("name"), str, f"{name}.name"), tool.get("description"), schema))
+    choice = {"type": "auto", **(request.tool_choice or {})}
+    kind = _check_type(choice, "tool_choice", ("auto", "any", "tool", "none"))
+    chosen: Any = "required" if kind == "any" else kind
     if kind == "tool":
         chosen = {"type": "function", "function": {"name": choice.get("name")}}
-    elif chosen is None:
-        raise bad_request(f"tool_choice has the type {kind!r}; expected auto, any, tool or none", "tool_choice.type")
     parallel = False if choice.get("disable_parallel_tool_use") else None
     has_no_choice = chosen == "auto" and not tools
     return {"tools": tools or None, "tool_choice": None if has_no_choice else chosen, "parallel_tool_calls": parallel}
+
+
+def _check_type(fields: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
+    """Return the field ``type`` of ``fields``. Raises :class:`ApiError` for one that isn't ``known``."""
+    kind = expect(fields.get("type"), str, f"{name}.type")
+    if kind not in known:
+        raise bad_request(
+            f"{name} has the type {shown(kind)}; expected {' or '.join(known)}", f"{name}.type", "invalid_value"
+        )
+    return kind
 
 
 def _add_message(conversation: ConversationBuilder, name: str, message: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -363,7 +364,7 @@ def format_guide(request: SamplingFields) -> Guide | None:
     kind = None if response_format is None else response_format.get("type")
     if response_format is None:
         return None
-    _check_names(response_format, "response_format", ("type", "json_schema") if kind == "json_schema" else ("type",))
+    check_names(response_format, "response_format", ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind == "text":
         return None
     try:
@@ -372,7 +373,7 @@ def format_guide(request: SamplingFields) -> Guide | None:
         if kind == "json_schema":
             named = response_format.get("json_schema")
             if isinstance(named, dict):
-                _check_names(named, "response_format.json_schema", ("name", "description", "schema", "strict"))
+                check_names(named, "response_format.json_schema", ("name", "description", "schema", "strict"))
             schema = named.get("schema") if isinstance(named, dict) else None
             if schema is None:
                 raise bad_request("response_format has no json_schema.schema", "response_format.json_schema.schema")
@@ -384,7 +385,7 @@ def format_guide(request: SamplingFields) -> Guide | None:
     )
 
 
-def _check_names(fields: dict[str, Any], param: str, known: tuple[str, ...]) -> None:
+def check_names(fields: Mapping[str, Any], param: str, known: tuple[str, ...]) -> None:
     """Raise :class:`~outrider.serve.api.responses.ApiError` for a field that isn't ``known`` and isn't null."""
     unknown = next((name for name, value in fields.items() if value is not None and name not in known), None)
     if unknown is not None:

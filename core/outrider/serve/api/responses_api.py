@@ -66,6 +66,13 @@ class ResponsesRequest(TranslatedRequest):
             "top_logprobs": "use /v1/chat/completions for log-probabilities",
         }
     )
+    nested = MappingProxyType(
+        {
+            "text": ("format", "verbosity"),
+            "text.format": ("type", "name", "description", "schema", "strict"),
+            "reasoning": ("context", "effort", "generate_summary", "mode", "summary"),
+        }
+    )
     ignored = frozenset(
         (
             *("access_programs", "background_options", "client_metadata", "max_tool_calls", "prompt_cache_key"),
