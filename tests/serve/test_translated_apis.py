@@ -401,6 +401,20 @@ def test_a_message_continues_the_text_of_the_assistant(scripted, claude):
     assert prompt_of(scripted).endswith("assistant\nIt is ")
 
 
+def test_the_tokens_of_reasoning_are_counted_by_every_api(scripted, gpt, claude):
+    """The tokens of its marks may be counted, too."""
+    reasoning = "where is it, and what is it for?" * 4
+    scripted.engine.texts = [f"<think>{reasoning}</think>There. {reasoning}"] * 4
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    whole = gpt.chat.completions.create(**asked)
+    *_, last = gpt.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    counts = [each.usage.completion_tokens_details.reasoning_tokens for each in (whole, last)]
+    counts.append(gpt.responses.create(model="m", input="x").usage.output_tokens_details.reasoning_tokens)
+    counts.append(claude.messages.create(**asked, max_tokens=400).usage.output_tokens_details.thinking_tokens)
+    expected = [len(scripted.engine.tokenizer.encode(text)) for text in (reasoning, f"<think>{reasoning}</think>")]
+    assert all(expected[0] - 1 <= count <= expected[1] for count in counts), (counts, expected)
+
+
 # -- errors, and the engine ----------------------------------------------------------------------------------------------
 
 

@@ -197,11 +197,6 @@ class BlockSplitter:
         """Kind of block and white space that :meth:`feed` holds back until text of that kind follows."""
 
     @property
-    def is_reasoning(self) -> bool:
-        """True while the last block is reasoning."""
-        return self._current is not None and self._current.kind == "reasoning"
-
-    @property
     def has_calls(self) -> bool:
         """True if one of the blocks is a tool call."""
         return any(block.kind == "call" for block in self.blocks)

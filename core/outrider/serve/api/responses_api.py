@@ -379,7 +379,6 @@ class ResponsesWriter(TranslatedWriter):
         self._tools, self._on_end = tools, on_end
         self._items: list[dict[str, Any]] = []
         self._number = 0
-        self._reasoning_tokens = 0
         self.response: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
@@ -421,7 +420,6 @@ class ResponsesWriter(TranslatedWriter):
             for step in self._splitter.feed(message):
                 for event in self._step_events(step):
                     yield event
-            self._reasoning_tokens += len(delta.tokens) if self._splitter.is_reasoning else 0
             finish_reason = delta.finish_reason
         if finish_reason == "length" and self._items:
             self._items[-1]["status"] = "incomplete"
@@ -446,7 +444,7 @@ class ResponsesWriter(TranslatedWriter):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens, **usage["completion_tokens_details"]},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
 

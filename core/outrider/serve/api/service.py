@@ -379,6 +379,9 @@ class Generation:
         """Number of accepted draft tokens, over all choices."""
         self.proposed_draft_tokens = 0
         """Number of draft tokens that the target verified, over all choices."""
+        self.reasoning_tokens = 0
+        """Number of output tokens of reasoning, over all choices. It can be wrong by the tokens at its begin and end."""
+        self._reasoning_choices: set[int] = set()
         self.cached_tokens = 0
         """Number of prompt tokens that the prefix cache supplied."""
         self.first_token_s: float | None = None
@@ -399,6 +402,7 @@ class Generation:
             "total_tokens": self.prompt_tokens + self.output_tokens,
             "prompt_tokens_details": {"cached_tokens": min(self.cached_tokens, self.prompt_tokens)},
             "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
                 "accepted_draft_tokens": self.accepted_draft_tokens,
                 "proposed_draft_tokens": self.proposed_draft_tokens,
             },
@@ -469,7 +473,17 @@ class Generation:
 
     def read_message(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the delta of the message that ``delta`` of a chat's choice completes, possibly empty."""
-        return self.readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
+        message = self.readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
+        count = len(delta.tokens)
+        if message.keys() == {"reasoning_content"}:
+            self._reasoning_choices.add(delta.index)
+        elif message:
+            self._reasoning_choices.discard(delta.index)
+            tokenizer = self._service.prompter.tokenizer
+            self.reasoning_tokens += min(count, len(tokenizer.encode(message.get("reasoning_content", ""))))
+        if delta.index in self._reasoning_choices:
+            self.reasoning_tokens += count
+        return message
 
     def _count(self, output: SampleOutput, now: float) -> ChoiceText:
         """Count the tokens of an output that has arrived, and return its choice."""
