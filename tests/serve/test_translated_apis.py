@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 from openai.types.chat.chat_completion_content_part_image_param import ImageURL
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
 
 from outrider.model import Tokenizer
 from outrider.serve.api.messages_api import MessagesRequest
@@ -147,6 +149,44 @@ def test_a_response_continues_a_stored_one(scripted, gpt):
     with pytest.raises(openai.BadRequestError) as refused:
         gpt.responses.create(model="m", input="x", previous_response_id=first.id)
     assert refused.value.code == "previous_response_not_found"
+
+
+def test_the_input_of_a_stored_response_is_listed(scripted, gpt):
+    """By the official client, whose models check the form of each item, page by page in both orders."""
+    scripted.engine.texts = [TALK, "Done."]
+    first = gpt.responses.create(model="m", input="go", instructions="Be brief.", tools=[FUNCTION])
+    added = [{"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "print()"}]
+    added += [{"id": None, "role": "user", "content": [{"type": "input_text", "text": "and?"}]}]
+    second = gpt.responses.create(model="m", input=added, previous_response_id=first.id)
+    items = list(gpt.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.type for item in items] == [
+        *("message", "reasoning", "message", "function_call", "function_call_output", "message")
+    ]
+    assert (items[0].role, items[0].content[0].text, items[-1].content[0].text) == ("user", "go", "and?")
+    assert [item.id for item in items[1:4]] == [item.id for item in first.output]
+    assert len({item.id for item in items}) == 6
+    assert all(TypeAdapter(ResponseItem).validate_python(item.model_dump()) for item in items)
+    listed = [item.id for limit in (1, 2, 3, 100) for item in gpt.responses.input_items.list(second.id, limit=limit)]
+    assert listed == [item.id for item in items][::-1] * 4
+    assert [item.type for item in gpt.responses.input_items.list(first.id)] == ["message"]
+    for wrong, field in (({"after": "x"}, "after"), ({"limit": 0}, "limit"), ({"order": "up"}, "order")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            gpt.responses.input_items.list(second.id, **wrong)
+        assert refused.value.param == field
+    with pytest.raises(openai.NotFoundError):
+        gpt.responses.input_items.list("resp_other")
+
+
+def test_a_stored_response_can_not_be_cancelled_and_a_draft_of_one_is_counted(scripted, gpt):
+    scripted.engine.texts = ["Done."]
+    made = gpt.responses.create(model="m", input="go")
+    with pytest.raises(openai.BadRequestError, match="has ended"):
+        gpt.responses.cancel(made.id)
+    with pytest.raises(openai.NotFoundError):
+        gpt.responses.cancel("resp_other")
+    assert gpt.responses.input_tokens.count(model="m", input="go").input_tokens == made.usage.input_tokens
+    longer = gpt.responses.input_tokens.count(model="m", input="more", previous_response_id=made.id)
+    assert (longer.object, longer.input_tokens > made.usage.input_tokens) == ("response.input_tokens", True)
 
 
 def test_a_response_that_max_output_tokens_ends_is_incomplete(scripted, gpt):

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
@@ -287,6 +287,19 @@ class StoredResponse:
     size: int
     """Length of response and items as JSON text, in bytes."""
 
+    @property
+    def input_items(self) -> list[dict[str, Any]]:
+        """The items before the output, in the form of the API: with an id, and messages with a list of parts."""
+        items = []
+        for number, item in enumerate(self.items[: len(self.items) - len(self.response["output"])]):
+            given = {name: value for name, value in item.items() if value is not None}
+            item = {"id": f"item_{self.response['id']}_{number}", "type": "message", "status": "completed", **given}
+            if isinstance(item.get("content"), str):
+                kind = "output_text" if item.get("role") == "assistant" else "input_text"
+                item["content"] = [_part(kind, item["content"])]
+            items.append(item)
+        return items
+
 
 class ResponseStore:
     """A store of responses in memory. When it is full, the least recently used responses leave it. Use it in one thread."""
@@ -513,15 +526,18 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
     """Add the routes to ``app``. ``responses`` describes the responses of a generating route for the API's schema."""
     store = ResponseStore()
 
+    def translate(body: ResponsesRequest) -> tuple[ChatRequest, ResponsesTools, list[dict[str, Any]]]:
+        previous = body.previous_response_id
+        earlier = () if previous is None else store.find(previous, "previous_response_id").items
+        body.input = body.input if isinstance(body.input, str) else store.resolve(body.input)
+        return translate_responses_request(body, earlier)
+
     @app.post("/v1/responses", responses=dict(responses), response_class=Response)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate the next items of a conversation."""
         service.check_accepting()
         service.check_model(body.model)
-        previous = body.previous_response_id
-        earlier = () if previous is None else store.find(previous, "previous_response_id").items
-        body.input = body.input if isinstance(body.input, str) else store.resolve(body.input)
-        chat, tools, items = translate_responses_request(body, earlier)
+        chat, tools, items = translate(body)
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
@@ -530,12 +546,43 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
         generation = await service.start_chat(chat, request)
         return ResponsesWriter(body, tools, generation, keep).respond(service, stream=body.stream)
 
+    @app.post("/v1/responses/input_tokens", responses=dict(responses))
+    async def count_input_tokens(body: ResponsesRequest) -> Response:
+        """Return the number of tokens of a response's conversation."""
+        service.check_model(body.model)
+        chat, _, _ = translate(body)
+        prompt = await service.build_prompts(lambda: service.prompter.chat(chat), size=None)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.length})
+
     @app.get("/v1/responses/{response_id}", responses=dict(responses))
     async def stored_response(response_id: str, stream: bool = False) -> Response:
         """Return the response object of an earlier request."""
         if stream:
             raise bad_request("a stored response isn't streamed; leave stream out", "stream")
         return JSONResponse(store.find(response_id).response)
+
+    @app.get("/v1/responses/{response_id}/input_items", responses=dict(responses))
+    async def input_items(
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """List the items that a response was made of, also those of earlier responses."""
+        stored = store.find(response_id)
+        items = stored.input_items if order == "asc" else stored.input_items[::-1]
+        begin = 0 if after is None else next((n for n, item in enumerate(items, 1) if item["id"] == after), None)
+        if begin is None:
+            raise bad_request(f"the response has no input item {after!r}", "after")
+        page = items[begin : begin + limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return JSONResponse({"object": "list", "data": page, "has_more": begin + limit < len(items), **ends})
+
+    @app.post("/v1/responses/{response_id}/cancel", responses=dict(responses))
+    async def cancel_response(response_id: str) -> Response:
+        """Refuse to cancel a response: only one of the background could run here."""
+        store.find(response_id)
+        raise bad_request("a stored response has ended; close the connection of a running one to cancel it")
 
     @app.delete("/v1/responses/{response_id}", responses=dict(responses))
     async def delete_response(response_id: str) -> Response:
