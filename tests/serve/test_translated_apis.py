@@ -455,6 +455,30 @@ def test_the_tokens_of_reasoning_are_counted_by_every_api(scripted, gpt, claude)
     assert all(expected[0] - 1 <= count <= expected[1] for count in counts), (counts, expected)
 
 
+ODD_ARGUMENTS = {"deep": "[" * 900 + "]" * 900, "too deep": "[" * 1200 + "]" * 1200, "NaN": "NaN", "infinite": "1e999"}
+
+
+@pytest.mark.parametrize("value", ODD_ARGUMENTS.values(), ids=ODD_ARGUMENTS)
+def test_odd_arguments_of_a_call_are_no_internal_error(scripted, gpt, value):
+    """In a conversation, and written by the model: neither makes a body that is no JSON."""
+    arguments = f'{{"path": {value}}}'
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    scripted.engine.texts = ["Done."]
+    assert gpt.chat.completions.create(model="m", messages=messages).choices[0].message.content == "Done."
+    written = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    scripted.engine.texts = [written] * 3
+    tool = {**TOOL, "input_schema": LOOK}
+    asked = {"model": "m", "max_tokens": 4000, "messages": messages[:1], "tools": [tool]}
+    answer = httpx.post(f"{scripted.url}/v1/messages", json=asked, headers={"x-api-key": "key"})
+    assert (answer.status_code, json.loads(answer.text, parse_constant=pytest.fail)["content"][0]["input"]) == (200, {})
+    custom = {"type": "custom", "name": "look"}
+    assert gpt.responses.create(model="m", input="x", tools=[custom]).output[0].input == arguments
+    chat = {"type": "function", "function": {"name": "look", "parameters": LOOK}}
+    made = gpt.chat.completions.create(model="m", messages=messages[:1], tools=[chat]).choices[0].message.tool_calls
+    assert made[0].function.arguments == arguments
+
+
 # -- errors, and the engine ----------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from types import MappingProxyType
@@ -30,7 +29,7 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, thinking_variables
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_json, thinking_variables
 from outrider.serve.api.responses import (
     MESSAGES_PATH,
     ApiError,
@@ -302,7 +301,7 @@ def _content_block(block: OutputBlock) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     try:
-        arguments = json.loads(block.text)
+        arguments = read_json(block.text)
     except ValueError:  # no arguments yet, or max_tokens truncated them
         arguments = None
     arguments = arguments if isinstance(arguments, dict) else {}

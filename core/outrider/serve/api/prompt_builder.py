@@ -19,7 +19,7 @@ from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.media.chat_template import ChatTemplate
 from outrider.model.media.preprocessing import decode_image
 from outrider.serve.api.model_formats import ModelFormat, choose_format
-from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, thinking_variables
+from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, read_json, thinking_variables
 from outrider.serve.api.responses import bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
 
@@ -314,7 +314,7 @@ def _arguments(text: str) -> Any:
     Text that is no JSON object is returned unchanged.
     """
     try:
-        arguments = json.loads(text.strip() or "{}")
+        arguments = read_json(text.strip() or "{}")
     except ValueError:
         return text
     return arguments if isinstance(arguments, dict) else text

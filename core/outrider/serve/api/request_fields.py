@@ -8,6 +8,7 @@ because each error takes more memory than the item.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Mapping
@@ -63,6 +64,16 @@ def _check_object(value: Any) -> Any:
         if not level:
             return value
     raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+def read_json(text: str) -> Any:
+    """Return the value of ``text``, of a client or of the model. Raises :class:`ValueError` for text that isn't JSON, has a
+    number that isn't finite, or is nested too deeply to be written again.
+    """
+    try:
+        return _check_object(json.loads(text))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 NestedObject = Annotated[dict[str, Any], AfterValidator(_check_object)]

@@ -5,7 +5,6 @@ A later request continues a stored response by ``previous_response_id``.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections import OrderedDict
@@ -34,7 +33,7 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_json
 from outrider.serve.api.responses import (
     SERVER,
     ApiError,
@@ -517,7 +516,7 @@ def _custom_input(arguments: str) -> str:
     of it.
     """
     try:
-        return str(json.loads(arguments)["input"])
+        return str(read_json(arguments)["input"])
     except (ValueError, KeyError, TypeError):
         return arguments
 
