@@ -302,6 +302,8 @@ class ChatRequest(SamplingFields):
         if isinstance(self.tool_choice, AllowedToolsChoice):
             allowed = self.tool_choice.allowed_tools
             names = {each.function.name for each in allowed.tools}
+            if unknown := names - {tool.function.name for tool in self.tools or ()}:
+                raise bad_request(f"tool_choice allows {min(unknown)!r}, which isn't among the tools", "tool_choice")
             self.tools = [tool for tool in self.tools or () if tool.function.name in names]
             self.tool_choice = allowed.mode
         if self.tool_choice == "auto" and not self.tools:

@@ -568,14 +568,14 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
         """List the items that a response was made of, also those of earlier responses."""
-        stored = store.find(response_id)
-        items = stored.input_items if order == "asc" else stored.input_items[::-1]
-        begin = 0 if after is None else next((n for n, item in enumerate(items, 1) if item["id"] == after), None)
-        if begin is None:
+        items = store.find(response_id).input_items[:: 1 if order == "asc" else -1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
             raise bad_request(f"the response has no input item {after!r}", "after")
-        page = items[begin : begin + limit]
-        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return JSONResponse({"object": "list", "data": page, "has_more": begin + limit < len(items), **ends})
+        begin = 0 if after is None else ids.index(after) + 1
+        end = begin + limit
+        ends = {"first_id": ids[begin] if ids[begin:] else None, "last_id": ids[begin:end][-1] if ids[begin:] else None}
+        return JSONResponse({"object": "list", "data": items[begin:end], "has_more": end < len(items), **ends})
 
     @app.post("/v1/responses/{response_id}/cancel", responses=dict(responses))
     async def cancel_response(response_id: str) -> Response:
