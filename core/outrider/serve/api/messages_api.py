@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from outrider.errors import shown
 from outrider.serve.api.conversation import (
@@ -34,6 +34,7 @@ from outrider.serve.api.responses import (
     MESSAGES_PATH,
     ApiError,
     bad_request,
+    json_response,
     messages_error,
 )
 from outrider.serve.api.service import ChoiceDelta, Generation, Service
@@ -325,4 +326,4 @@ def add_messages_routes(app: FastAPI, service: Service, responses: Mapping[int |
         service.check_model(body.model)
         chat = translate_messages_request(body)
         prompt = await service.build_prompts(lambda: service.prompter.chat(chat), size=None)
-        return JSONResponse({"input_tokens": prompt.length})
+        return json_response({"input_tokens": prompt.length})

@@ -148,7 +148,8 @@ def invalid_fields(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         message = f"you must provide {param}" if param else "the body is missing; send a JSON object"
         return bad_request(f"{message}.", param, "missing_required_parameter")
-    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}.", param, "invalid_value")
+    text = re.sub(r"valid dictionary( or (instance of \w+|object .*))?", "JSON object", first["msg"])  # no words of Python
+    return bad_request(f"Invalid value for {param or 'the body'}: {text}.", param, "invalid_value")
 
 
 def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:
@@ -171,6 +172,11 @@ def encode_event(data: Mapping[str, Any]) -> bytes:
 def encode_named_event(data: Mapping[str, Any]) -> bytes:
     """Return ``data`` as JSON in one server-sent event whose name is the field ``type``, encoded."""
     return f"event: {data['type']}\n".encode() + encode_event(data)
+
+
+def json_response(data: Any, status: int = 200) -> Response:
+    """Return a response of ``data`` as JSON, in ASCII: a text of the client may have half a character."""
+    return Response(json.dumps(data), status, media_type="application/json")
 
 
 class ClientGone(Exception):

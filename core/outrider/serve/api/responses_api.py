@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Query, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from outrider.serve.api.conversation import (
     BlockStep,
@@ -38,6 +38,7 @@ from outrider.serve.api.responses import (
     SERVER,
     ApiError,
     bad_request,
+    json_response,
 )
 from outrider.serve.api.service import Generation, Service
 
@@ -551,14 +552,14 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
         service.check_model(body.model)
         chat, _, _ = translate(body)
         prompt = await service.build_prompts(lambda: service.prompter.chat(chat), size=None)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.length})
+        return json_response({"object": "response.input_tokens", "input_tokens": prompt.length})
 
     @app.get("/v1/responses/{response_id}", responses=dict(responses))
     async def stored_response(response_id: str, stream: bool = False) -> Response:
         """Return the response object of an earlier request."""
         if stream:
             raise bad_request("a stored response isn't streamed; leave stream out", "stream")
-        return JSONResponse(store.find(response_id).response)
+        return json_response(store.find(response_id).response)
 
     @app.get("/v1/responses/{response_id}/input_items", responses=dict(responses))
     async def input_items(
@@ -575,7 +576,7 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
         begin = 0 if after is None else ids.index(after) + 1
         end = begin + limit
         ends = {"first_id": ids[begin] if ids[begin:] else None, "last_id": ids[begin:end][-1] if ids[begin:] else None}
-        return JSONResponse({"object": "list", "data": items[begin:end], "has_more": end < len(items), **ends})
+        return json_response({"object": "list", "data": items[begin:end], "has_more": end < len(items), **ends})
 
     @app.post("/v1/responses/{response_id}/cancel", responses=dict(responses))
     async def cancel_response(response_id: str) -> Response:
@@ -587,4 +588,4 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
     async def delete_response(response_id: str) -> Response:
         """Remove a stored response. Responses that continue it stay."""
         store.remove(response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})
