@@ -29,7 +29,7 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_json, thinking_variables
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_object, thinking_variables
 from outrider.serve.api.responses import (
     MESSAGES_PATH,
     ApiError,
@@ -301,11 +301,7 @@ def _content_block(block: OutputBlock) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": hashlib.sha256(block.text.encode()).hexdigest()}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
-    try:
-        arguments = read_json(block.text)
-    except ValueError:  # no arguments yet, or max_tokens truncated them
-        arguments = None
-    arguments = arguments if isinstance(arguments, dict) else {}
+    arguments = read_object(block.text) or {}  # none yet, or max_tokens truncated them
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 

@@ -66,14 +66,13 @@ def _check_object(value: Any) -> Any:
     raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
 
 
-def read_json(text: str) -> Any:
-    """Return the value of ``text``, of a client or of the model. Raises :class:`ValueError` for text that isn't JSON, has a
-    number that isn't finite, or is nested too deeply to be written again.
-    """
+def read_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that ``text`` is, or None for other text, numbers that aren't finite, and too much nesting."""
     try:
-        return _check_object(json.loads(text))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+        value = _check_object(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 NestedObject = Annotated[dict[str, Any], AfterValidator(_check_object)]

@@ -197,21 +197,16 @@ class ChatWriter(CompletionWriter):
 
     def _whole_content(self, index: int, contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         del index
-        texts: dict[str, str] = {}
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         calls: list[dict[str, Any]] = []
-        for content in contents:
-            for name, value in content["delta"].items():
-                if name != "tool_calls":
-                    texts[name] = texts.get(name, "") + value
-                    continue
-                for call in value:
-                    if call["index"] == len(calls):
-                        calls.append({name: value for name, value in call.items() if name != "index"})
-                    else:
-                        calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-        text = texts.pop("content", None if calls else "")
-        message = {"role": "assistant", "content": text, "refusal": None, **texts}
-        return {"message": {**message, "tool_calls": calls} if calls else message}
+        for delta in (content["delta"] for content in contents):
+            for call in delta.pop("tool_calls", ()):
+                if call.pop("index") == len(calls):
+                    calls.append(call)
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+            message |= {name: message.get(name, "") + text for name, text in delta.items()}
+        return {"message": message | {"content": message["content"] or None, "tool_calls": calls} if calls else message}
 
     def _first_choices(self) -> Iterator[dict[str, Any]]:
         for index in range(self._generation.choices):

@@ -33,7 +33,7 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_json
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_object
 from outrider.serve.api.responses import (
     SERVER,
     ApiError,
@@ -516,10 +516,7 @@ def _custom_input(arguments: str) -> str:
     """Return the free text in the arguments of a custom tool's call. If ``arguments`` is no object with ``input``, return all
     of it.
     """
-    try:
-        return str(read_json(arguments)["input"])
-    except (ValueError, KeyError, TypeError):
-        return arguments
+    return str((read_object(arguments) or {}).get("input", arguments))
 
 
 def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:

@@ -380,8 +380,7 @@ class Generation:
         self.proposed_draft_tokens = 0
         """Number of draft tokens that the target verified, over all choices."""
         self.reasoning_tokens = 0
-        """Number of output tokens of reasoning, over all choices. It can be wrong by the tokens at its begin and end."""
-        self._reasoning_choices: set[int] = set()
+        """Number of output tokens of reasoning, over all choices. It may lack tokens of its marks."""
         self.cached_tokens = 0
         """Number of prompt tokens that the prefix cache supplied."""
         self.first_token_s: float | None = None
@@ -474,15 +473,9 @@ class Generation:
     def read_message(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the delta of the message that ``delta`` of a chat's choice completes, possibly empty."""
         message = self.readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
-        count = len(delta.tokens)
-        if message.keys() == {"reasoning_content"}:
-            self._reasoning_choices.add(delta.index)
-        elif message:
-            self._reasoning_choices.discard(delta.index)
-            tokenizer = self._service.prompter.tokenizer
-            self.reasoning_tokens += min(count, len(tokenizer.encode(message.get("reasoning_content", ""))))
-        if delta.index in self._reasoning_choices:
-            self.reasoning_tokens += count
+        if reasoning := message.get("reasoning_content"):
+            count, tokenizer = len(delta.tokens), self._service.prompter.tokenizer
+            self.reasoning_tokens += count if len(message) == 1 else min(count, len(tokenizer.encode(reasoning)))
         return message
 
     def _count(self, output: SampleOutput, now: float) -> ChoiceText:
