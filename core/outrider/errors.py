@@ -19,6 +19,10 @@ class RequestError(OutriderError):
     """A request that can't be served: empty, too long for the context, or of an unknown id."""
 
 
+class BusyError(RequestError):
+    """A request that can't be served now. The same request may be served later."""
+
+
 _MAX_QUOTED_CHARACTERS = 300
 """Maximum number of characters of a quoted value or of a quoted message of another library."""
 

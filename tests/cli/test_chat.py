@@ -68,7 +68,7 @@ def test_messages_of_a_file(outrider, checkpoint, tmp_path):
         (2, '["a"]', "message 0 is 'a'"),
         (2, '[{"role": "user"}]', "message 0, of the role 'user': content is None"),
         (2, '[{"role": "user", "content": [{"type": "text", "text": "a"}, null]}]', r"message 0: content[1] is None"),
-        (1, '[{"role": "user", "content": "\\ud800"}]', "the messages have half a character"),
+        (1, '[{"role": "user", "content": "\\ud800"}]', "half a character (a lone surrogate) is in the messages"),
         (1, '[{"role": "tool", "content": "x"}]', "the chat template refused the messages: no tools here"),
     ],
 )

@@ -136,6 +136,8 @@ def test_debug_shows_the_traceback(command, capsys):
     command(raising(ConfigError("temperature is nan")))
     assert cli.main(["x", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+    assert cli.main(["--help", "--debug"]) == 0
+    assert not capsys.readouterr().err
 
 
 def test_libraries_that_print_dont_spoil_the_json(outrider, command):

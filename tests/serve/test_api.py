@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 
+from outrider.engine.guides import grammars
 from outrider.serve.api.responses import ApiError
 from outrider.serve.config import ServeConfig
 from outrider.serve.http.metrics import ALIASES
@@ -118,6 +119,25 @@ def test_a_schema_that_no_grammar_can_keep_is_refused_by_the_engine(http):
     schema = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
     body = {**ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     assert http.post("/v1/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
+def test_too_many_guides_at_a_time_are_a_reason_to_come_later(http, monkeypatch, path):
+    """The client's retry succeeds, so the status isn't that of a wrong request."""
+    schema = {"type": "object", "properties": {path: {"type": "boolean"}}, "required": [path], "additionalProperties": False}
+    body = {
+        "completions": {**ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        "chat/completions": {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        "responses": {"model": "m", "input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+        "messages": {**CHAT, "output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    }[path]
+    with monkeypatch.context() as patched:
+        patched.setattr(grammars, "_MAX_COMPILE_THREADS", 0)
+        for stream in (False, True):
+            answer = http.post(f"/v1/{path}", json={**body, "stream": stream})
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert http.post(f"/v1/{path}", json=body).status_code == 200
 
 
 def test_request_ids(http):

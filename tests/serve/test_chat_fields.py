@@ -211,6 +211,9 @@ def test_a_choice_may_allow_some_of_the_tools(http, mode):
     assert {call["function"]["name"] for call in calls} == ({"pick"} if mode == "required" else set())
     choice["allowed_tools"]["tools"] = []
     assert http.post("/v1/chat/completions", json=body).status_code == (400 if mode == "required" else 200)
+    choice["allowed_tools"]["tools"] = [NAMED, {"type": "function", "function": {"name": "othr"}}]
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert (error["param"], "'othr', which isn't among the tools" in error["message"]) == ("tool_choice", True)
 
 
 def test_auto_without_tools_has_no_effect(http):

@@ -11,11 +11,13 @@ import pytest
 from outrider.cli.main import main
 from outrider.disaggregation.connections import PeerAddress
 from outrider.disaggregation.server import DecodeServer, PrefillServer
+from outrider.engine.guides import grammars
 from outrider.serve.command import describe_engine
 from outrider.serve.connection.engine_client import DecodeServers, EngineGone
 from outrider.transports.link import LocalTransport
 from serve.conftest import BUNDLED, bundled_engine
 from serve.running import running
+from serve.test_api import refused
 
 ANY = PeerAddress("127.0.0.1", 0)
 SECRET = b"0123456789abcdef"
@@ -93,6 +95,18 @@ def test_a_client_that_goes_away_frees_the_request(split):
     while thread.decode.worker.num_requests:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_guide_that_can_not_be_compiled_now_or_ever_is_no_fault_of_the_server(split, monkeypatch):
+    server, _ = split
+    schema = {"type": "integer", "minimum": 5, "maximum": 2}
+    body = {**ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    refused(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60), 400, code="failed")
+    monkeypatch.setattr(grammars, "_MAX_COMPILE_THREADS", 0)
+    body["response_format"]["json_schema"]["schema"] = {"const": "busy"}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    refused(answer, 429, code="queue_full", kind="rate_limit_error")
+    assert int(answer.headers["retry-after"]) >= 1
 
 
 def test_a_start_without_a_server_fails_and_names_it():

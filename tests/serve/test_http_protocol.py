@@ -2,11 +2,12 @@
 
 import json
 import socket
+import struct
 
 import pytest
 
 from outrider.serve.http.server import LimitedHttpProtocol
-from serve.test_api import ASKED
+from serve.test_api import ASKED, everything_is_back, metrics
 
 MIB = 1 << 20
 
@@ -93,3 +94,18 @@ def test_a_body_without_a_route_is_not_read(server, http):
 def test_what_is_no_http_is_an_error_of_openais_form(connection):
     connection.sendall(b"nonsense\r\n\r\n")
     assert answered(connection) == (400, "invalid_http")
+
+
+def test_a_client_that_goes_away_after_a_pipelined_request_ends_the_running_one(server, http, connection):
+    """The reset is seen when the stream is written: reading waits for the end of the running request."""
+    body = json.dumps({**ASKED, "stream": True, "max_tokens": 200, "ignore_eos": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
+        body
+    )
+    aborted = metrics(http)['outrider_aborted_total{model_name="m"}']
+    connection.sendall((head + body) * 2)
+    assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    assert everything_is_back(server)
+    assert metrics(http)['outrider_aborted_total{model_name="m"}'] == aborted + 1

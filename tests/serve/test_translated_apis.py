@@ -1,6 +1,7 @@
 """OpenAI's Responses and Anthropic's Messages by the official clients, and in the request shapes of two coding agents."""
 
 import json
+import re
 from importlib import import_module
 from typing import get_args, get_type_hints
 
@@ -8,6 +9,8 @@ import httpx
 import openai
 import pytest
 from openai.types.chat.chat_completion_content_part_image_param import ImageURL
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
 
 from outrider.model import Tokenizer
 from outrider.serve.api.messages_api import MessagesRequest
@@ -146,6 +149,55 @@ def test_a_response_continues_a_stored_one(scripted, gpt):
     with pytest.raises(openai.BadRequestError) as refused:
         gpt.responses.create(model="m", input="x", previous_response_id=first.id)
     assert refused.value.code == "previous_response_not_found"
+
+
+def test_the_input_of_a_stored_response_is_listed(scripted, gpt):
+    """By the official client, whose models check the form of each item, page by page in both orders."""
+    scripted.engine.texts = [TALK, "Done."]
+    first = gpt.responses.create(model="m", input="go", instructions="Be brief.", tools=[FUNCTION])
+    added = [{"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "print()"}]
+    added += [{"id": None, "role": "user", "content": [{"type": "input_text", "text": "and?"}]}]
+    second = gpt.responses.create(model="m", input=added, previous_response_id=first.id)
+    items = list(gpt.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.type for item in items] == [
+        *("message", "reasoning", "message", "function_call", "function_call_output", "message")
+    ]
+    assert (items[0].role, items[0].content[0].text, items[-1].content[0].text) == ("user", "go", "and?")
+    assert [item.id for item in items[1:4]] == [item.id for item in first.output]
+    assert len({item.id for item in items}) == 6
+    assert all(TypeAdapter(ResponseItem).validate_python(item.model_dump()) for item in items)
+    listed = [item.id for limit in (1, 2, 3, 100) for item in gpt.responses.input_items.list(second.id, limit=limit)]
+    assert listed == [item.id for item in items][::-1] * 4
+    assert [item.type for item in gpt.responses.input_items.list(first.id)] == ["message"]
+    for wrong, field in (({"after": "x"}, "after"), ({"limit": 0}, "limit"), ({"order": "up"}, "order")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            gpt.responses.input_items.list(second.id, **wrong)
+        assert refused.value.param == field
+    with pytest.raises(openai.NotFoundError):
+        gpt.responses.input_items.list("resp_other")
+
+
+def test_half_a_character_in_a_stored_response_is_returned(scripted):
+    """No template reads these fields, so they are no reason to refuse the request."""
+    scripted.engine.texts = ["Done."]
+    body = {"model": "m", "input": [{"role": "user", "content": "go", "id": "\ud800"}], "metadata": {"a": "\ud800"}}
+    headers = {"authorization": "Bearer key", "content-type": "application/json"}
+    made = httpx.post(f"{scripted.url}/v1/responses", content=json.dumps(body), headers=headers).json()
+    url = f"{scripted.url}/v1/responses/{made['id']}"
+    assert httpx.get(url, headers=headers).json() == made
+    assert httpx.get(f"{url}/input_items", headers=headers).json()["last_id"] == "\ud800"
+
+
+def test_a_stored_response_can_not_be_cancelled_and_a_draft_of_one_is_counted(scripted, gpt):
+    scripted.engine.texts = ["Done."]
+    made = gpt.responses.create(model="m", input="go")
+    with pytest.raises(openai.BadRequestError, match="has ended"):
+        gpt.responses.cancel(made.id)
+    with pytest.raises(openai.NotFoundError):
+        gpt.responses.cancel("resp_other")
+    assert gpt.responses.input_tokens.count(model="m", input="go").input_tokens == made.usage.input_tokens
+    longer = gpt.responses.input_tokens.count(model="m", input="more", previous_response_id=made.id)
+    assert (longer.object, longer.input_tokens > made.usage.input_tokens) == ("response.input_tokens", True)
 
 
 def test_a_response_that_max_output_tokens_ends_is_incomplete(scripted, gpt):
@@ -400,6 +452,44 @@ def test_a_message_continues_the_text_of_the_assistant(scripted, claude):
     assert prompt_of(scripted).endswith("assistant\nIt is ")
 
 
+def test_the_tokens_of_reasoning_are_counted_by_every_api(scripted, gpt, claude):
+    """The tokens of its marks may be counted, too."""
+    reasoning = "where is it, and what is it for?" * 4
+    scripted.engine.texts = [f"<think>{reasoning}</think>There. {reasoning}"] * 4
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    whole = gpt.chat.completions.create(**asked)
+    *_, last = gpt.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    counts = [each.usage.completion_tokens_details.reasoning_tokens for each in (whole, last)]
+    counts.append(gpt.responses.create(model="m", input="x").usage.output_tokens_details.reasoning_tokens)
+    counts.append(claude.messages.create(**asked, max_tokens=400).usage.output_tokens_details.thinking_tokens)
+    expected = [len(scripted.engine.tokenizer.encode(text)) for text in (reasoning, f"<think>{reasoning}</think>")]
+    assert all(expected[0] - 1 <= count <= expected[1] for count in counts), (counts, expected)
+
+
+ODD_ARGUMENTS = {"deep": "[" * 900 + "]" * 900, "too deep": "[" * 1200 + "]" * 1200, "NaN": "NaN", "infinite": "1e999"}
+
+
+@pytest.mark.parametrize("value", ODD_ARGUMENTS.values(), ids=ODD_ARGUMENTS)
+def test_odd_arguments_of_a_call_are_no_internal_error(scripted, gpt, value):
+    """In a conversation, and written by the model: neither makes a body that is no JSON."""
+    arguments = f'{{"path": {value}}}'
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    scripted.engine.texts = ["Done."]
+    assert gpt.chat.completions.create(model="m", messages=messages).choices[0].message.content == "Done."
+    written = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    scripted.engine.texts = [written] * 3
+    tool = {**TOOL, "input_schema": LOOK}
+    asked = {"model": "m", "max_tokens": 4000, "messages": messages[:1], "tools": [tool]}
+    answer = httpx.post(f"{scripted.url}/v1/messages", json=asked, headers={"x-api-key": "key"})
+    assert (answer.status_code, json.loads(answer.text, parse_constant=pytest.fail)["content"][0]["input"]) == (200, {})
+    custom = {"type": "custom", "name": "look"}
+    assert gpt.responses.create(model="m", input="x", tools=[custom]).output[0].input == arguments
+    chat = {"type": "function", "function": {"name": "look", "parameters": LOOK}}
+    made = gpt.chat.completions.create(model="m", messages=messages[:1], tools=[chat]).choices[0].message.tool_calls
+    assert made[0].function.arguments == arguments
+
+
 # -- errors, and the engine ----------------------------------------------------------------------------------------------
 
 
@@ -547,6 +637,83 @@ def test_every_field_of_the_official_client_is_known(module, name, request_class
     params = getattr(import_module(module), name)
     elsewhere = {*getattr(request_class, "refused", ()), *getattr(request_class, "ignored", ())}
     assert params.__annotations__.keys() <= request_class.model_fields.keys() | elsewhere
+
+
+@pytest.mark.parametrize(
+    ("request_class", "path", "module", "names"),
+    [
+        (ResponsesRequest, "text", "openai.types.responses", ["ResponseTextConfigParam"]),
+        (ResponsesRequest, "text.format", "openai.types.responses", ["ResponseFormatTextJSONSchemaConfigParam"]),
+        (ResponsesRequest, "reasoning", "openai.types.shared_params", ["Reasoning"]),
+        (MessagesRequest, "output_config", "anthropic.types.beta", ["BetaOutputConfigParam"]),
+        (MessagesRequest, "output_config.format", "anthropic.types.beta", ["BetaJSONOutputFormatParam"]),
+        (
+            MessagesRequest,
+            "thinking",
+            "anthropic.types.beta",
+            [f"BetaThinkingConfig{n}Param" for n in ("Enabled", "Adaptive")],
+        ),
+        (MessagesRequest, "tool_choice", "anthropic.types", [f"ToolChoice{kind}Param" for kind in ("Auto", "Any", "Tool")]),
+    ],
+)
+def test_every_nested_field_of_the_official_client_is_known(request_class, path, module, names):
+    known = [getattr(import_module(module), name).__annotations__ for name in names]
+    assert set(request_class.nested[path]) == set().union(*known)
+
+
+TALK_OF_X = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+WRONG_NAMES = [
+    ("messages", {**TALK_OF_X, "thinking": {"typ": "enabled"}}, "thinking.typ"),
+    ("messages", {**TALK_OF_X, "thinking": {"type": "maybe"}}, "thinking.type"),
+    ("messages", {**TALK_OF_X, "output_config": {"format": {"type": "xml", "schema": LOOK}}}, "output_config.format.type"),
+    ("messages", {**TALK_OF_X, "output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ("messages", {**TALK_OF_X, "output_config": {"efort": "low"}}, "output_config.efort"),
+    ("messages", {**TALK_OF_X, "tools": [{"name": "bash"}, {"name": "", "input_schema": LOOK}]}, "tools[0].name"),
+    ("messages", {**TALK_OF_X, "tools": [{"name": "bash"}, {"name": "f", "input_schema": 5}]}, "tools[1].input_schema"),
+    ("messages", {**TALK_OF_X, "tools": [{"name": "bash"}, {"input_schema": LOOK}]}, "tools[1].name"),
+    ("messages", {**TALK_OF_X, "stop_sequences": ["a", "x" * 2000]}, "stop_sequences"),
+    (
+        "messages",
+        {
+            "model": "m",
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}],
+        },
+        "messages[0].content[0].source",
+    ),
+    ("messages", {**TALK_OF_X, "thinking": "on"}, "thinking"),
+    ("chat/completions", {**TALK_OF_X, "tools": [{"type": "function", "function": []}]}, "tools[0].function"),
+    ("chat/completions", {"model": "m", "messages": [None]}, "messages[0]"),
+    ("responses", {"model": "m", "input": "x", "prompt": {"id": "p"}}, "prompt"),
+    ("responses", {"model": "m", "input": "x y " * 5000}, "input"),
+    ("responses", {"model": "m", "input": "\ud800"}, "input"),
+    ("responses", {"model": "m", "input": "x", "text": {"formt": {"type": "json_object"}}}, "text.formt"),
+    (
+        "responses",  # as a chat has it
+        {"model": "m", "input": "x", "text": {"format": {"type": "json_schema", "json_schema": {"schema": LOOK}}}},
+        "text.format.json_schema",
+    ),
+    ("responses", {"model": "m", "input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+    ("responses", {"model": "m", "input": "x", "reasoning": {"efort": "low"}}, "reasoning.efort"),
+    ("responses", {"model": "m", "input": "x", "tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), WRONG_NAMES, ids=lambda value: value if isinstance(value, str) else "")
+def test_an_error_names_the_field_as_the_client_does(scripted, path, body, param):
+    headers = {"authorization": "Bearer key", "content-type": "application/json"}
+    answer = httpx.post(f"{scripted.url}/v1/{path}", content=json.dumps(body), headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert not re.search(r"json_schema\.|image_url|the (messages|input|prompt) have|the (messages|input) has", str(error))
+    assert not re.search(r"dictionary|instance|function", error["message"].replace(param, "")), "no words of Python"
+    if "stop" in param:
+        assert "1024 characters" in error["message"]
+
+
+def test_the_error_of_a_query_names_its_field(scripted):
+    answer = httpx.get(f"{scripted.url}/v1/responses/r?stream=often", headers={"authorization": "Bearer key"})
+    assert answer.json()["error"]["param"] == "stream"
 
 
 def test_parts_may_have_hints_that_have_no_effect(gpt, scripted):

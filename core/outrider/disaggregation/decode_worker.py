@@ -10,7 +10,7 @@ from itertools import count
 
 from torch import Tensor
 
-from outrider.device import ConfigError
+from outrider.device import ConfigError, OutriderError
 from outrider.disaggregation import codec
 from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import PageLanding
@@ -18,8 +18,8 @@ from outrider.disaggregation.prefill_worker import SendMessage, written_notice
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.hand_over import ExpectedPages, RequestState
-from outrider.engine.requests.request import FinishReason, StepOutput
-from outrider.errors import RequestError
+from outrider.engine.requests.request import StepOutput
+from outrider.errors import BusyError, RequestError
 from outrider.transports import LinkDown
 
 EmitOutput = Callable[[StepOutput], None]
@@ -193,7 +193,8 @@ class DecodeWorker:
             elif message.kind == "failed":
                 self._detach_from_peer(sender, entry)
                 if message.body["request"]:
-                    self._fail(entry, str(message.body["error"]))
+                    kind = BusyError if message.body["busy"] else RequestError
+                    self._fail(entry, kind(str(message.body["error"])))
                 else:
                     self._restart(entry)
             else:
@@ -228,7 +229,7 @@ class DecodeWorker:
             entry.stage = _Stage.QUEUED
             self._begin_or_fail(entry)
         elif isinstance(error, RequestError | ConfigError):
-            self._fail(entry, str(error))
+            self._fail(entry, error)
         else:
             raise error
 
@@ -252,7 +253,7 @@ class DecodeWorker:
         try:
             self._begin(entry)
         except (RequestError, ConfigError) as error:
-            self._fail(entry, str(error))
+            self._fail(entry, error)
 
     def _restart(self, entry: _Entry) -> None:
         self.counts["done_again"] += 1
@@ -283,12 +284,13 @@ class DecodeWorker:
             try:
                 entry.expected = self.engine.lending.expect(entry.state)
             except (RequestError, ConfigError) as error:
-                self._cancel_failed(peer, entry, str(error))
+                self._cancel_failed(peer, entry, error)
                 return True
             if entry.expected is None:
                 return False
             if not 0 < entry.pages <= len(entry.expected.pages):
-                self._cancel_failed(peer, entry, f"the prefill server has {entry.pages} pages of it, more than it can have")
+                message = f"the prefill server has {entry.pages} pages of it, more than it can have"
+                self._cancel_failed(peer, entry, OutriderError(message))
                 return True
             entry.stage = _Stage.WAITS_FOR_PAGES
             peer.landing.expect_pages(written_notice(entry.ticket), entry.expected)
@@ -322,14 +324,14 @@ class DecodeWorker:
             entry.request = self.engine.lending.arrived(entry.expected, entry.relay)
         except ConfigError as error:
             self._detach_from_peer(peer, entry)
-            self._fail(entry, str(error))
+            self._fail(entry, error)
             return
         del peer.entries[entry.ticket]
         entry.expected, entry.peer, entry.stage = None, None, _Stage.DECODING
         self._by_request[entry.request] = entry
         self.counts["arrived"] += 1
 
-    def _cancel_failed(self, peer: _PrefillPeer, entry: _Entry, error: str) -> None:
+    def _cancel_failed(self, peer: _PrefillPeer, entry: _Entry, error: OutriderError) -> None:
         entry.stage = _Stage.CANCELLING
         peer.send(WireMessage("cancel", {"ticket": entry.ticket}))
         self._fail(entry, error)
@@ -355,6 +357,6 @@ class DecodeWorker:
                 self._by_request.pop(entry.request, None)
         entry.emit(output)
 
-    def _fail(self, entry: _Entry, error: str) -> None:
+    def _fail(self, entry: _Entry, error: OutriderError) -> None:
         self._entries.pop(entry.number, None)
-        entry.emit(StepOutput(entry.number, (), FinishReason.ERROR, error=error))
+        entry.emit(StepOutput.of_error(entry.number, error))

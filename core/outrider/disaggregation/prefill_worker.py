@@ -16,7 +16,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.hand_over import LentPages, RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
-from outrider.errors import RequestError
+from outrider.errors import BusyError, RequestError
 from outrider.transports import Link, LinkDown, PageTransfer
 
 SendMessage = Callable[[WireMessage], None]
@@ -205,7 +205,8 @@ class PrefillWorker:
 
     def _refuse(self, job: _PrefillJob, error: Exception) -> None:
         self._remove(job)
-        job.peer.send(WireMessage("failed", {"ticket": job.ticket, "error": str(error), "request": True}))
+        is_busy = isinstance(error, BusyError)
+        job.peer.send(WireMessage("failed", {"ticket": job.ticket, "error": str(error), "request": True, "busy": is_busy}))
 
     def _handle_output(self, output: StepOutput) -> None:
         job = self._by_request.get(output.request_id)

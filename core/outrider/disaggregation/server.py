@@ -27,8 +27,8 @@ from outrider.disaggregation.page_landing import (
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.ranks import MAX_RANKS, ParallelConfig
-from outrider.engine.requests.request import FinishReason, StepOutput
-from outrider.errors import RequestError
+from outrider.engine.requests.request import StepOutput
+from outrider.errors import BusyError, RequestError
 from outrider.model import Shard
 from outrider.transports import Link, LinkDown, Transport
 
@@ -329,14 +329,13 @@ class DecodeServer(DisaggregationServer):
 
         try:
             if self._drain_deadline is not None:
-                raise RequestError("this server is about to end")
+                raise BusyError("this server is about to end")
             state = codec.decode_state(message.body["state"], message.blobs)
             requests[client_id] = -1
             requests[client_id] = self.worker.submit(state, emit)
         except (RequestError, ConfigError) as error:
             requests.pop(client_id, None)
-            refused = self._drain_deadline is None
-            emit(StepOutput(0, (), FinishReason.ERROR, error=str(error), refused=refused))
+            emit(StepOutput.of_error(0, error))
 
     def _try_link(self, host: str) -> None:
         self._open_landing(host).close()

@@ -127,7 +127,7 @@ def dispatch(arguments: Sequence[str] | None, stop: SignalStop) -> int:
             return _run(line or ["--help"], stdout, stop, debug)
         except BaseException as error:
             stop.done = True
-            if debug:
+            if debug and not isinstance(error, typer.Exit):
                 note(traceback.format_exc())
             return _report_failure(error, stdout, asked=stop.signal)
 

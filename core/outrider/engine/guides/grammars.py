@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.device import ConfigError
 from outrider.engine.guides.guides import ChoiceGuide, Ebnf, Guide, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.sampling import SamplingParams, partial_match_length
-from outrider.errors import RequestError, one_line
+from outrider.errors import BusyError, RequestError, one_line
 from outrider.model import Tokenizer
 
 ALLOW_ALL_WORD = -1
@@ -381,7 +381,8 @@ class Grammars:
     def compile(self, guide: Guide) -> Any:
         """Return the compiled grammar of ``guide``, from the cache or newly compiled. Blocks until it is compiled.
 
-        Raises :class:`ConfigError` if the engine can't compile any guide, and :class:`RequestError` if this guide fails.
+        Raises :class:`ConfigError` if the engine can't compile any guide, :class:`RequestError` if this guide fails, and
+        :class:`BusyError` if too many guides are being compiled.
         """
         limit = None if self._time_limit_s is None else min(self._time_limit_s, COMPILE_SECONDS)
         if self._tokenizer is not None:
@@ -398,7 +399,7 @@ class Grammars:
             if future is None:
                 self._check_can_compile()
                 if len(self._compiling) >= _MAX_COMPILE_THREADS:
-                    raise RequestError(
+                    raise BusyError(
                         f"{len(self._compiling)} guides are being compiled, as many as may be at a time; send the request "
                         "later"
                     )

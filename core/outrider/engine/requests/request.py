@@ -10,13 +10,13 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from outrider.device import OutriderError
+from outrider.device import ConfigError, OutriderError
 from outrider.engine.guides.grammars import Guidance
 from outrider.engine.requests.draft_length import RepeatedSuffix, RequestAcceptance
 from outrider.engine.requests.hand_over import Arrival
 from outrider.engine.requests.pages import DecodedState, PageKey
 from outrider.engine.requests.sampling import SamplingParams, StopText, TokenLogprobs, Transcript
-from outrider.errors import RequestError
+from outrider.errors import BusyError, RequestError
 from outrider.model import Media, VisionConfig, VisionTower, expand_placeholders, prompt_positions
 
 
@@ -147,6 +147,8 @@ class StepOutput:
     """Maximum number of draft tokens that the target could accept; 0 without a draft, as for a request's first token."""
     refused: bool = False
     """True if the request's own options cause the error, so that a retry fails too."""
+    busy: bool = False
+    """True if the request was refused for the load at the time, so that a retry may succeed."""
     cached: int = 0
     """Number of prompt tokens that the prefix cache supplied; set in a request's first output."""
     stopped_by: str | int | None = None
@@ -155,6 +157,13 @@ class StepOutput:
     """The request's text; None without a tokenizer."""
     index: int = field(default=0, repr=False, compare=False)
     """Index of this output in ``transcript``, for :meth:`Transcript.read_text`."""
+
+    @classmethod
+    def of_error(cls, request_id: int, error: OutriderError) -> StepOutput:
+        """Return the output of a request that ends with ``error`` before it runs."""
+        busy = isinstance(error, BusyError)
+        refused = isinstance(error, RequestError | ConfigError) and not busy
+        return cls(request_id, (), FinishReason.ERROR, error=str(error), refused=refused, busy=busy)
 
     @property
     def text(self) -> str | None:

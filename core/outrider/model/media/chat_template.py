@@ -121,7 +121,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template may raise anything
             if _has_half_characters(messages):
-                raise RequestError("the messages have half a character (a lone surrogate); expected Unicode text") from error
+                raise RequestError("half a character (a lone surrogate) is in the messages; expected Unicode text") from error
             raise RequestError(f"the chat template refused the messages: {one_line(str(error))}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from outrider.errors import shown
-from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields
+from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields, check_names
 from outrider.serve.api.response_writer import ResponseWriter
 from outrider.serve.api.responses import ApiError, bad_request, encode_named_event, invalid_fields
 from outrider.serve.api.service import ChoiceDelta, Generation
@@ -31,6 +31,8 @@ class TranslatedRequest(StrictFields):
     """Fields for features that the server lacks, with the advice for the error message. A request may have them empty."""
     refusal_codes: ClassVar[Mapping[str, str]] = {}
     """Codes of the errors for refused fields, by the fields' names."""
+    nested: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Names of the fields of each nested object, by the object's path."""
     ignored: ClassVar[frozenset[str]]
     """Fields that are accepted and have no effect."""
 
@@ -40,12 +42,19 @@ class TranslatedRequest(StrictFields):
     @model_validator(mode="before")
     @classmethod
     def _served_fields(cls, data: Any) -> Any:
-        """Drop the fields without an effect. Raises :class:`ApiError` for a field that is refused."""
+        """Drop the fields without an effect. Raises :class:`ApiError` for a field that is refused, or unknown and nested."""
         if not isinstance(data, dict):
             return data
         for name, reason in cls.refused.items():
             if data.get(name) not in (None, False, [], {}):
-                raise bad_request(f"{name} isn't served: {reason}", name, cls.refusal_codes.get(name))
+                code = cls.refusal_codes.get(name, "unsupported_parameter")
+                raise bad_request(f"{name} isn't served: {reason}", name, code)
+        for path, names in cls.nested.items():
+            nested: Any = data
+            for part in path.split("."):
+                nested = nested.get(part) if isinstance(nested, dict) else None
+            if isinstance(nested, dict):
+                check_names(nested, path, names)
         return {name: value for name, value in data.items() if name not in cls.refused and name not in cls.ignored}
 
 
@@ -186,11 +195,6 @@ class BlockSplitter:
         self._current: OutputBlock | None = None
         self._space = ("", "")
         """Kind of block and white space that :meth:`feed` holds back until text of that kind follows."""
-
-    @property
-    def is_reasoning(self) -> bool:
-        """True while the last block is reasoning."""
-        return self._current is not None and self._current.kind == "reasoning"
 
     @property
     def has_calls(self) -> bool:

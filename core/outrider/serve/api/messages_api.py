@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from types import MappingProxyType
@@ -11,8 +10,9 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from outrider.errors import shown
 from outrider.serve.api.conversation import (
     BlockStep,
     Conversation,
@@ -29,11 +29,12 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, thinking_variables
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_object, thinking_variables
 from outrider.serve.api.responses import (
     MESSAGES_PATH,
     ApiError,
     bad_request,
+    json_response,
     messages_error,
 )
 from outrider.serve.api.service import ChoiceDelta, Generation, Service
@@ -52,6 +53,14 @@ class CountTokensRequest(TranslatedRequest):
         }
     )
     refusal_codes = MappingProxyType({"thread": "thread_unsupported_request"})
+    nested = MappingProxyType(
+        {
+            "output_config": ("effort", "format", "task_budget"),
+            "output_config.format": ("type", "schema"),
+            "thinking": ("type", "budget_tokens", "display", "block_binding"),
+            "tool_choice": ("type", "name", "disable_parallel_tool_use"),
+        }
+    )
     ignored = frozenset(
         (
             *("betas", "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token"),
@@ -93,10 +102,12 @@ def translate_messages_request(request: CountTokensRequest) -> ChatRequest:
     output = request.output_config or {}
     fields["reasoning_effort"] = output.get("effort")
     if output.get("format") is not None:
-        schema = expect(output["format"], dict, "output_config.format").get("schema")
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        form = expect(output["format"], dict, "output_config.format")
+        _check_type(form, "output_config.format", ("json_schema",))
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
     variables: dict[str, Any] = {}
     if request.thinking is not None:
+        _check_type(request.thinking, "thinking", ("enabled", "disabled", "adaptive", "between_tools"))
         variables = dict(thinking_variables(request.thinking.get("type") != "disabled"))
     last = conversation.messages[-1] if conversation.messages else {}
     if last.get("role") == "assistant" and "tool_calls" not in last:
@@ -110,21 +121,29 @@ def translate_messages_request(request: CountTokensRequest) -> ChatRequest:
 
 
 def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
-    tools = [
-        function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-        for _, tool in expect_objects(request.tools or [], "tools")
-        if "input_schema" in tool
-    ]
-    choice = request.tool_choice or {}
-    kind = expect(choice.get("type", "auto"), str, "tool_choice.type")
-    chosen: Any = {"auto": "auto", "any": "required", "none": "none"}.get(kind)
+    tools = []
+    for name, tool in expect_objects(request.tools or [], "tools"):
+        if "input_schema" in tool:
+            schema = expect(tool["input_schema"], dict, f"{name}.input_schema")
+            tools.append(function_tool(expect(tool.get("name"), str, f"{name}.name"), tool.get("description"), schema))
+    choice = {"type": "auto", **(request.tool_choice or {})}
+    kind = _check_type(choice, "tool_choice", ("auto", "any", "tool", "none"))
+    chosen: Any = "required" if kind == "any" else kind
     if kind == "tool":
         chosen = {"type": "function", "function": {"name": choice.get("name")}}
-    elif chosen is None:
-        raise bad_request(f"tool_choice has the type {kind!r}; expected auto, any, tool or none", "tool_choice.type")
     parallel = False if choice.get("disable_parallel_tool_use") else None
     has_no_choice = chosen == "auto" and not tools
     return {"tools": tools or None, "tool_choice": None if has_no_choice else chosen, "parallel_tool_calls": parallel}
+
+
+def _check_type(fields: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
+    """Return the field ``type`` of ``fields``. Raises :class:`ApiError` for one that isn't ``known``."""
+    kind = expect(fields.get("type"), str, f"{name}.type")
+    if kind not in known:
+        raise bad_request(
+            f"{name} has the type {shown(kind)}; expected {' or '.join(known)}", f"{name}.type", "invalid_value"
+        )
+    return kind
 
 
 def _add_message(conversation: ConversationBuilder, name: str, message: dict[str, Any]) -> None:
@@ -257,6 +276,7 @@ class MessagesWriter(TranslatedWriter):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         }
 
 
@@ -281,11 +301,7 @@ def _content_block(block: OutputBlock) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": hashlib.sha256(block.text.encode()).hexdigest()}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
-    try:
-        arguments = json.loads(block.text)
-    except ValueError:  # no arguments yet, or max_tokens truncated them
-        arguments = None
-    arguments = arguments if isinstance(arguments, dict) else {}
+    arguments = read_object(block.text) or {}  # none yet, or max_tokens truncated them
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
@@ -306,4 +322,4 @@ def add_messages_routes(app: FastAPI, service: Service, responses: Mapping[int |
         service.check_model(body.model)
         chat = translate_messages_request(body)
         prompt = await service.build_prompts(lambda: service.prompter.chat(chat), size=None)
-        return JSONResponse({"input_tokens": prompt.length})
+        return json_response({"input_tokens": prompt.length})

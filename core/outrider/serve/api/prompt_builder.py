@@ -19,7 +19,7 @@ from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.media.chat_template import ChatTemplate
 from outrider.model.media.preprocessing import decode_image
 from outrider.serve.api.model_formats import ModelFormat, choose_format
-from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, thinking_variables
+from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, read_object, thinking_variables
 from outrider.serve.api.responses import bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
 
@@ -313,11 +313,8 @@ def _arguments(text: str) -> Any:
     """Return the arguments of a tool call as an object, which chat templates expect. An empty text stands for no arguments.
     Text that is no JSON object is returned unchanged.
     """
-    try:
-        arguments = json.loads(text.strip() or "{}")
-    except ValueError:
-        return text
-    return arguments if isinstance(arguments, dict) else text
+    arguments = read_object(text.strip() or "{}")
+    return text if arguments is None else arguments
 
 
 def _check_response_template(template: Mapping[str, Any]) -> None:

@@ -8,8 +8,10 @@ because each error takes more memory than the item.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -62,6 +64,15 @@ def _check_object(value: Any) -> Any:
         if not level:
             return value
     raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that ``text`` is, or None for other text, numbers that aren't finite, and too much nesting."""
+    try:
+        value = _check_object(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 NestedObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
@@ -290,6 +301,8 @@ class ChatRequest(SamplingFields):
         if isinstance(self.tool_choice, AllowedToolsChoice):
             allowed = self.tool_choice.allowed_tools
             names = {each.function.name for each in allowed.tools}
+            if unknown := names - {tool.function.name for tool in self.tools or ()}:
+                raise bad_request(f"tool_choice allows {min(unknown)!r}, which isn't among the tools", "tool_choice")
             self.tools = [tool for tool in self.tools or () if tool.function.name in names]
             self.tool_choice = allowed.mode
         if self.tool_choice == "auto" and not self.tools:
@@ -363,7 +376,7 @@ def format_guide(request: SamplingFields) -> Guide | None:
     kind = None if response_format is None else response_format.get("type")
     if response_format is None:
         return None
-    _check_names(response_format, "response_format", ("type", "json_schema") if kind == "json_schema" else ("type",))
+    check_names(response_format, "response_format", ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind == "text":
         return None
     try:
@@ -372,7 +385,7 @@ def format_guide(request: SamplingFields) -> Guide | None:
         if kind == "json_schema":
             named = response_format.get("json_schema")
             if isinstance(named, dict):
-                _check_names(named, "response_format.json_schema", ("name", "description", "schema", "strict"))
+                check_names(named, "response_format.json_schema", ("name", "description", "schema", "strict"))
             schema = named.get("schema") if isinstance(named, dict) else None
             if schema is None:
                 raise bad_request("response_format has no json_schema.schema", "response_format.json_schema.schema")
@@ -384,7 +397,7 @@ def format_guide(request: SamplingFields) -> Guide | None:
     )
 
 
-def _check_names(fields: dict[str, Any], param: str, known: tuple[str, ...]) -> None:
+def check_names(fields: Mapping[str, Any], param: str, known: tuple[str, ...]) -> None:
     """Raise :class:`~outrider.serve.api.responses.ApiError` for a field that isn't ``known`` and isn't null."""
     unknown = next((name for name, value in fields.items() if value is not None and name not in known), None)
     if unknown is not None:

@@ -84,9 +84,9 @@ class CompletionWriter(ResponseWriter):
 
     # -- what a chat completion has in other forms -------------------------------------------------------------------
 
-    def _whole_content(self, index: int, text: str) -> dict[str, Any]:
-        """Return the content of choice ``index`` with the generated ``text``."""
-        return {"text": (self._echoed[index] if self._echoed else "") + text}
+    def _whole_content(self, index: int, contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the content of choice ``index``, which has ``contents`` in a stream."""
+        return {"text": (self._echoed[index] if self._echoed else "") + "".join(content["text"] for content in contents)}
 
     def _first_choices(self) -> Iterator[dict[str, Any]]:
         """Yield the choices of the chunks that precede the first tokens."""
@@ -108,18 +108,18 @@ class CompletionWriter(ResponseWriter):
 
     async def write_whole(self) -> dict[str, Any]:
         """Return the complete response once every choice has ended. Raises :class:`ApiError` if the generation fails."""
-        by_choice: dict[int, list[ChoiceDelta]] = {}
+        by_choice: dict[int, list[tuple[ChoiceDelta, dict[str, Any]]]] = {}
         async for deltas in self._generation.deltas():
             for delta in deltas:
-                by_choice.setdefault(delta.index, []).append(delta)
-        choices = [self._choice(index, by_choice[index]) for index in sorted(by_choice)]
+                by_choice.setdefault(delta.index, []).append((delta, self._new_content(delta)))
+        choices = [self._choice(index, *zip(*by_choice[index], strict=True)) for index in sorted(by_choice)]
         return {**self._head, "choices": choices, "usage": self._generation.usage}
 
-    def _choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: Sequence[ChoiceDelta], contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         entries = [entry for delta in deltas for entry in delta.logprobs]
         choice = {
             "index": index,
-            **self._whole_content(index, "".join(delta.text for delta in deltas)),
+            **self._whole_content(index, contents),
             "logprobs": self._format_logprobs(entries, index) if self._has_logprobs else None,
             "finish_reason": self._finish_reason(deltas[-1]),
             "stop_reason": deltas[-1].stopped_by,
@@ -195,12 +195,18 @@ class ChatWriter(CompletionWriter):
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _whole_content(self, index: int, text: str) -> dict[str, Any]:
-        fields = self._generation.readers[index].feed(text, last=True)
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in fields.pop("tool_calls", ())]
-        content = fields.pop("content", None if calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None, **fields}
-        return {"message": {**message, "tool_calls": calls} if calls else message}
+    def _whole_content(self, index: int, contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        del index
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        calls: list[dict[str, Any]] = []
+        for delta in (content["delta"] for content in contents):
+            for call in delta.pop("tool_calls", ()):
+                if call.pop("index") == len(calls):
+                    calls.append(call)
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+            message |= {name: message.get(name, "") + text for name, text in delta.items()}
+        return {"message": message | {"content": message["content"] or None, "tool_calls": calls} if calls else message}
 
     def _first_choices(self) -> Iterator[dict[str, Any]]:
         for index in range(self._generation.choices):

@@ -48,6 +48,16 @@ _OWN_PARAMS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """For each path, the request field that becomes a field of a chat request or a prompt, by the latter's name."""
+_OWN_PARTS: Mapping[str, Mapping[str, str]] = {
+    "/v1/responses": {".function.": ".", "json_schema.schema": "schema"},
+    MESSAGES_PATH: {
+        ".function.parameters": ".input_schema",
+        ".function.": ".",
+        ".image_url.url": ".source",
+        "json_schema.schema": "schema",
+    },
+}
+"""For each path, the spelling of parts of field names, by those of a chat request."""
 
 
 class ApiError(Exception):
@@ -87,14 +97,20 @@ class ApiError(Exception):
 
     def _name_own_param(self, path: str) -> None:
         """Replace the name of a field of the chat request, or the prompt, by that of the field at ``path``."""
-        if self.code == "unknown_parameter":  # the client's own name
+        if self.code in ("unknown_parameter", "unsupported_parameter") or self.param is None:  # the client's own name
             return
-        name = re.split(r"[.\[]", self.param or "")[0]
-        own = _OWN_PARAMS.get(path.removesuffix("/count_tokens"), {}).get(name)
-        if own is not None and self.param is not None:
-            self.message, self.param = self.message.replace(self.param, own), own
-            if "_" in name:  # no word of English
-                self.message = self.message.replace(name, own)
+        path = re.sub(r"/(count|input)_tokens$", "", path)
+        for part, own in _OWN_PARTS.get(path, {}).items():
+            self.message, self.param = self.message.replace(part, own), self.param.replace(part, own)
+        name = re.split(r"[.\[]", self.param)[0]
+        own = _OWN_PARAMS.get(path, {}).get(name, name)
+        if own == name:
+            return
+        if name != "prompt":  # in messages a word of English
+            self.message = self.message.replace(self.param, own)
+        if "_" in name:
+            self.message = self.message.replace(name, own)
+        self.param = own
 
 
 def messages_error(error: ApiError) -> dict[str, Any]:
@@ -114,9 +130,10 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def invalid_fields(errors: Sequence[Any]) -> ApiError:
     """Return the API error for the first invalid field of a request, whose validation by pydantic had ``errors``."""
     # The alternatives of a union have an error each: that of the alternative that fits furthest is the helpful one.
-    alternatives = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
+    begin = int(errors[0]["loc"][:1] in (("body",), ("query",)))  # a chat request made from another one has no such prefix
+    alternatives = [each for each in errors if each["loc"][: begin + 1] == errors[0]["loc"][: begin + 1]]
     first = max(alternatives, key=lambda each: (len(each["loc"]), [part for part in each["loc"] if isinstance(part, int)]))
-    kind, location = first["type"], [str(part) for part in first["loc"] if part != "body"]
+    kind, location = first["type"], [str(part) for part in first["loc"][begin:]]
     if kind == "json_invalid":
         return bad_request(f"the body isn't JSON: {first.get('ctx', {}).get('error', first['msg'])}", None, "invalid_json")
     # The location also names the types of a union, which are no fields.
@@ -131,7 +148,8 @@ def invalid_fields(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         message = f"you must provide {param}" if param else "the body is missing; send a JSON object"
         return bad_request(f"{message}.", param, "missing_required_parameter")
-    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}.", param, "invalid_value")
+    text = re.sub(r"valid dictionary( or (instance of \w+|object .*))?", "JSON object", first["msg"])  # no words of Python
+    return bad_request(f"Invalid value for {param or 'the body'}: {text}.", param, "invalid_value")
 
 
 def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:
@@ -154,6 +172,11 @@ def encode_event(data: Mapping[str, Any]) -> bytes:
 def encode_named_event(data: Mapping[str, Any]) -> bytes:
     """Return ``data`` as JSON in one server-sent event whose name is the field ``type``, encoded."""
     return f"event: {data['type']}\n".encode() + encode_event(data)
+
+
+def json_response(data: Any, status: int = 200) -> Response:
+    """Return a response of ``data`` as JSON, in ASCII: a text of the client may have half a character."""
+    return Response(json.dumps(data), status, media_type="application/json")
 
 
 class ClientGone(Exception):

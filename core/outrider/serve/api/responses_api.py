@@ -5,18 +5,17 @@ A later request continues a stored response by ``previous_response_id``.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from outrider.serve.api.conversation import (
     BlockStep,
@@ -34,11 +33,12 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_object
 from outrider.serve.api.responses import (
     SERVER,
     ApiError,
     bad_request,
+    json_response,
 )
 from outrider.serve.api.service import Generation, Service
 
@@ -64,6 +64,13 @@ class ResponsesRequest(TranslatedRequest):
             "image": "the model answers in text alone",
             "moderation": "the server moderates nothing",
             "top_logprobs": "use /v1/chat/completions for log-probabilities",
+        }
+    )
+    nested = MappingProxyType(
+        {
+            "text": ("format", "verbosity"),
+            "text.format": ("type", "name", "description", "schema", "strict"),
+            "reasoning": ("context", "effort", "generate_summary", "mode", "summary"),
         }
     )
     ignored = frozenset(
@@ -280,6 +287,19 @@ class StoredResponse:
     size: int
     """Length of response and items as JSON text, in bytes."""
 
+    @property
+    def input_items(self) -> list[dict[str, Any]]:
+        """The items before the output, in the form of the API: with an id, and messages with a list of parts."""
+        items = []
+        for number, item in enumerate(self.items[: len(self.items) - len(self.response["output"])]):
+            given = {name: value for name, value in item.items() if value is not None}
+            item = {"id": f"item_{self.response['id']}_{number}", "type": "message", "status": "completed", **given}
+            if isinstance(item.get("content"), str):
+                kind = "output_text" if item.get("role") == "assistant" else "input_text"
+                item["content"] = [_part(kind, item["content"])]
+            items.append(item)
+        return items
+
 
 class ResponseStore:
     """A store of responses in memory. When it is full, the least recently used responses leave it. Use it in one thread."""
@@ -372,7 +392,6 @@ class ResponsesWriter(TranslatedWriter):
         self._tools, self._on_end = tools, on_end
         self._items: list[dict[str, Any]] = []
         self._number = 0
-        self._reasoning_tokens = 0
         self.response: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
@@ -414,7 +433,6 @@ class ResponsesWriter(TranslatedWriter):
             for step in self._splitter.feed(message):
                 for event in self._step_events(step):
                     yield event
-            self._reasoning_tokens += len(delta.tokens) if self._splitter.is_reasoning else 0
             finish_reason = delta.finish_reason
         if finish_reason == "length" and self._items:
             self._items[-1]["status"] = "incomplete"
@@ -439,7 +457,7 @@ class ResponsesWriter(TranslatedWriter):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens, **usage["completion_tokens_details"]},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
 
@@ -498,25 +516,25 @@ def _custom_input(arguments: str) -> str:
     """Return the free text in the arguments of a custom tool's call. If ``arguments`` is no object with ``input``, return all
     of it.
     """
-    try:
-        return str(json.loads(arguments)["input"])
-    except (ValueError, KeyError, TypeError):
-        return arguments
+    return str((read_object(arguments) or {}).get("input", arguments))
 
 
 def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:
     """Add the routes to ``app``. ``responses`` describes the responses of a generating route for the API's schema."""
     store = ResponseStore()
 
+    def translate(body: ResponsesRequest) -> tuple[ChatRequest, ResponsesTools, list[dict[str, Any]]]:
+        previous = body.previous_response_id
+        earlier = () if previous is None else store.find(previous, "previous_response_id").items
+        body.input = body.input if isinstance(body.input, str) else store.resolve(body.input)
+        return translate_responses_request(body, earlier)
+
     @app.post("/v1/responses", responses=dict(responses), response_class=Response)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate the next items of a conversation."""
         service.check_accepting()
         service.check_model(body.model)
-        previous = body.previous_response_id
-        earlier = () if previous is None else store.find(previous, "previous_response_id").items
-        body.input = body.input if isinstance(body.input, str) else store.resolve(body.input)
-        chat, tools, items = translate_responses_request(body, earlier)
+        chat, tools, items = translate(body)
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
@@ -525,15 +543,46 @@ def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int 
         generation = await service.start_chat(chat, request)
         return ResponsesWriter(body, tools, generation, keep).respond(service, stream=body.stream)
 
+    @app.post("/v1/responses/input_tokens", responses=dict(responses))
+    async def count_input_tokens(body: ResponsesRequest) -> Response:
+        """Return the number of tokens of a response's conversation."""
+        service.check_model(body.model)
+        chat, _, _ = translate(body)
+        prompt = await service.build_prompts(lambda: service.prompter.chat(chat), size=None)
+        return json_response({"object": "response.input_tokens", "input_tokens": prompt.length})
+
     @app.get("/v1/responses/{response_id}", responses=dict(responses))
     async def stored_response(response_id: str, stream: bool = False) -> Response:
         """Return the response object of an earlier request."""
         if stream:
             raise bad_request("a stored response isn't streamed; leave stream out", "stream")
-        return JSONResponse(store.find(response_id).response)
+        return json_response(store.find(response_id).response)
+
+    @app.get("/v1/responses/{response_id}/input_items", responses=dict(responses))
+    async def input_items(
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """List the items that a response was made of, also those of earlier responses."""
+        items = store.find(response_id).input_items[:: 1 if order == "asc" else -1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise bad_request(f"the response has no input item {after!r}", "after")
+        begin = 0 if after is None else ids.index(after) + 1
+        end = begin + limit
+        ends = {"first_id": ids[begin] if ids[begin:] else None, "last_id": ids[begin:end][-1] if ids[begin:] else None}
+        return json_response({"object": "list", "data": items[begin:end], "has_more": end < len(items), **ends})
+
+    @app.post("/v1/responses/{response_id}/cancel", responses=dict(responses))
+    async def cancel_response(response_id: str) -> Response:
+        """Refuse to cancel a response: only one of the background could run here."""
+        store.find(response_id)
+        raise bad_request("a stored response has ended; close the connection of a running one to cancel it")
 
     @app.delete("/v1/responses/{response_id}", responses=dict(responses))
     async def delete_response(response_id: str) -> Response:
         """Remove a stored response. Responses that continue it stay."""
         store.remove(response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
-from outrider.errors import RequestError
+from outrider.errors import BusyError, RequestError
 from outrider.model import Tokenizer
 from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder
 from outrider.serve.api.request_fields import ChatRequest, SamplingFields, format_guide, sampling_params
@@ -327,13 +327,8 @@ class Service:
         if samples > capacity:
             raise bad_request(f"the request asks for {samples} choices, this server runs and queues {capacity}", "n")
         if self.engine.num_open_samples + samples > capacity:
-            raise ApiError(
-                429,
-                f"the queue is full: {self.engine.num_open_samples} choices run or wait, {capacity} at most; try again later",
-                kind=OVERLOADED,
-                code="queue_full",
-                headers={"Retry-After": str(_RETRY_AFTER_S)},
-            )
+            open_samples = self.engine.num_open_samples
+            raise _overloaded(f"the queue is full: {open_samples} choices run or wait, {capacity} at most; try again later")
 
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
@@ -384,6 +379,8 @@ class Generation:
         """Number of accepted draft tokens, over all choices."""
         self.proposed_draft_tokens = 0
         """Number of draft tokens that the target verified, over all choices."""
+        self.reasoning_tokens = 0
+        """Number of output tokens of reasoning, over all choices. It may lack tokens of its marks."""
         self.cached_tokens = 0
         """Number of prompt tokens that the prefix cache supplied."""
         self.first_token_s: float | None = None
@@ -404,6 +401,7 @@ class Generation:
             "total_tokens": self.prompt_tokens + self.output_tokens,
             "prompt_tokens_details": {"cached_tokens": min(self.cached_tokens, self.prompt_tokens)},
             "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
                 "accepted_draft_tokens": self.accepted_draft_tokens,
                 "proposed_draft_tokens": self.proposed_draft_tokens,
             },
@@ -461,6 +459,8 @@ class Generation:
             deltas: list[ChoiceDelta] = []
             choices = [self._count(output, now) for output in outputs]  # all, before one raises
             for choice, output in zip(choices, outputs, strict=True):
+                if output.busy:
+                    raise _overloaded(str(output.error))
                 if output.refused:
                     raise bad_request(f"the request can't be served any further: {output.error}", code="failed")
                 if output.error is not None:
@@ -472,7 +472,11 @@ class Generation:
 
     def read_message(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the delta of the message that ``delta`` of a chat's choice completes, possibly empty."""
-        return self.readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
+        message = self.readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
+        if reasoning := message.get("reasoning_content"):
+            count, tokenizer = len(delta.tokens), self._service.prompter.tokenizer
+            self.reasoning_tokens += count if len(message) == 1 else min(count, len(tokenizer.encode(reasoning)))
+        return message
 
     def _count(self, output: SampleOutput, now: float) -> ChoiceText:
         """Count the tokens of an output that has arrived, and return its choice."""
@@ -533,8 +537,15 @@ class Generation:
             self.log_fields["first_token_s"] = round(self.first_token_s, 6)
 
 
+def _overloaded(message: str) -> ApiError:
+    headers = {"Retry-After": str(_RETRY_AFTER_S)}
+    return ApiError(429, message, kind=OVERLOADED, code="queue_full", headers=headers)
+
+
 def _client_error(error: Exception) -> Exception:
     """Return the :class:`ApiError` that a client gets for ``error`` of the engine client, or ``error`` itself."""
+    if isinstance(error, BusyError):
+        return _overloaded(str(error))
     if isinstance(error, RequestError):
         return bad_request(str(error))
     if isinstance(error, EngineGone):

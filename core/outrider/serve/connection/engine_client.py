@@ -18,7 +18,7 @@ from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.requests.message_codec import from_plain
 from outrider.engine.requests.request import StepOutput
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.errors import RequestError
+from outrider.errors import BusyError, RequestError
 from outrider.model import Media
 from outrider.serve.connection.engine_messages import (
     AbortRequest,
@@ -208,13 +208,13 @@ class EngineClient(ABC):
                 case RequestAdmitted(key):
                     if key in self._open:
                         self._open[key].inbox._admit(key)
-                case RequestRefused(key, message):
+                case RequestRefused(key, message, busy):
                     if key in self._open:
                         refused = self._open.pop(key)
                         self._num_samples -= refused.num_running
                         inbox = refused.inbox
                         inbox.keys.discard(key)
-                        inbox.fail(RequestError(message))
+                        inbox.fail(BusyError(message) if busy else RequestError(message))
                 case EngineSnapshot():
                     self.snapshot = event
                 case EngineInfo():

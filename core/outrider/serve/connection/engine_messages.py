@@ -57,6 +57,7 @@ class RequestRefused(NamedTuple):
 
     key: int
     message: str
+    busy: bool = False
 
 
 class SampleOutput(NamedTuple):
@@ -74,13 +75,14 @@ class SampleOutput(NamedTuple):
     refused: bool = False
     cached: int = 0
     stopped_by: str | int | None = None
+    busy: bool = False
 
     @classmethod
     def from_step(cls, key: int, sample: int, output: StepOutput) -> SampleOutput:
         """Return the event for an engine's output of one sample."""
         reason = None if output.finish_reason is None else str(output.finish_reason)
         details = (output.logprobs, output.searched_text, output.error, output.drafted, output.proposed, output.refused)
-        return cls(key, sample, output.tokens, reason, *details, output.cached, output.stopped_by)
+        return cls(key, sample, output.tokens, reason, *details, output.cached, output.stopped_by, output.busy)
 
 
 class EngineSnapshot(NamedTuple):

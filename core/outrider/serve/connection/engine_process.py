@@ -31,6 +31,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.ranks.processes import ChildRanks, create_rank_store
 from outrider.engine.requests.request import StepOutput
+from outrider.errors import BusyError
 from outrider.registry.children import end_with_parent, start_call
 from outrider.serve.connection.engine_client import EngineClient, EngineGone
 from outrider.serve.connection.engine_messages import (
@@ -139,7 +140,7 @@ class EngineLoop:
         """Add a request to the engine, or refuse it with the ``error`` of its guide."""
         key, tokens, params, priority, media = command
         if error is not None:
-            self._events.append(RequestRefused(key, str(error)))
+            self._events.append(RequestRefused(key, str(error), isinstance(error, BusyError)))
             return
         try:
             first = self._engine.add_request(tokens, params, priority=priority, media=media)

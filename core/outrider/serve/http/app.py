@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.exceptions import RequestValidationError  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.middleware.cors import CORSMiddleware  # noqa: E402
-from starlette.responses import HTMLResponse, JSONResponse, Response  # noqa: E402
+from starlette.responses import HTMLResponse, Response  # noqa: E402
 
 from outrider.serve.api.conversation import ObjectList, chat_request  # noqa: E402
 from outrider.serve.api.messages_api import add_messages_routes  # noqa: E402
@@ -35,7 +35,7 @@ from outrider.serve.api.request_fields import (  # noqa: E402
     check_supported,
 )
 from outrider.serve.api.response_writer import ChatWriter, CompletionWriter  # noqa: E402
-from outrider.serve.api.responses import ApiError, bad_request, invalid_fields  # noqa: E402
+from outrider.serve.api.responses import ApiError, bad_request, invalid_fields, json_response  # noqa: E402
 from outrider.serve.api.responses_api import add_responses_routes  # noqa: E402
 from outrider.serve.api.service import LOG_FIELDS_KEY, ServerState, Service  # noqa: E402
 from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
@@ -69,7 +69,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "There is no such model.",
         408: "The body didn't arrive in time.",
         413: "The body is too large.",
-        429: "The queue is full.",
+        429: "The queue is full, or too many schemas are being compiled.",
         431: "The headers are too many or too long.",
         500: "An internal error.",
         503: "The server is about to end.",
@@ -186,12 +186,12 @@ def _add_status_routes(app: FastAPI, service: Service, version: str) -> None:
         """Return 200 while the engine runs, also while the server drains. Return 503 once the engine is gone."""
         is_lost = service.state is ServerState.LOST
         reason = {"reason": str(service.engine.error)} if is_lost else {}
-        return JSONResponse({"status": "lost" if is_lost else "ok", **reason}, 503 if is_lost else 200)
+        return json_response({"status": "lost" if is_lost else "ok", **reason}, 503 if is_lost else 200)
 
     @app.get("/ready", responses={503: _ERRORS[503]})
     async def ready() -> Response:
         """Return 200 while the server accepts new requests, else 503."""
-        return JSONResponse({"status": str(service.state)}, 200 if service.state is ServerState.READY else 503)
+        return json_response({"status": str(service.state)}, 200 if service.state is ServerState.READY else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -275,7 +275,7 @@ def add_tokenize_routes(app: FastAPI, service: Service, responses: Mapping[int |
             (prompt,) = await service.build_prompts(lambda: prompter.completion_prompts(text), size=len(text))
         tokens = list(prompt.tokens)
         texts = [prompter.tokenizer.bytes_of(token).decode(errors="replace") for token in tokens]
-        return JSONResponse(
+        return json_response(
             {
                 "count": len(tokens),
                 "max_model_len": service.engine.info.longest_request,
@@ -291,7 +291,7 @@ def add_tokenize_routes(app: FastAPI, service: Service, responses: Mapping[int |
             service.check_model(body.model)
         prompter.check_tokens(body.tokens, "tokens")
         text = await service.build_prompts(lambda: prompter.tokenizer.decode(body.tokens), size=len(body.tokens))
-        return JSONResponse({"prompt": text})
+        return json_response({"prompt": text})
 
 
 def add_page(app: FastAPI) -> None:

@@ -45,6 +45,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._part_bytes = 0
         self._header_bytes = 0
         self._refusal: ApiError | None = None
+        self._cycles: list[Any] = []
+        """The open requests: one runs, the others were pipelined after it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit of the first request."""
@@ -52,8 +54,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the time limit of headers that haven't arrived."""
+        """Stop the time limit of headers that haven't arrived, and tell every open request that the client has gone."""
         self._stop_timer()
+        for cycle in self._cycles:  # uvicorn tells the last one alone
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -87,6 +92,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._has_part_of_headers = False
         self._stop_timer()
         super().on_headers_complete()
+        cycles = (*self._cycles, self.cycle)
+        self._cycles = [each for each in cycles if each is not None and not each.response_complete]
 
     def send_400_response(self, msg: str) -> None:
         """Send the error of the limits or of the parser in OpenAI's format."""
