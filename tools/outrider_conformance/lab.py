@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NoReturn
+from unittest.mock import Mock, create_autospec
 
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Event, ScheduleFailure, Stream
+from outrider.device import Backend, Event, Observer, ScheduleFailure, Stream
 
 Program = Callable[[Backend], None]
 
@@ -359,6 +360,17 @@ def observing(look: Callable[[], bool]) -> Program:
             raise OverlapObserved
 
     return program
+
+
+@contextmanager
+def observed_calls(backend: Backend) -> Generator[Mock]:
+    """Attach an observer that records its calls in ``method_calls`` for this scope, and yield it."""
+    observer = create_autospec(Observer, instance=True)
+    backend.attach(observer)
+    try:
+        yield observer
+    finally:
+        backend.detach()
 
 
 def raise_failed_schedule(failure: ScheduleFailure) -> NoReturn:

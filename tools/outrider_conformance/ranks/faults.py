@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import (
     CapabilityError,
+    Collective,
     CollectiveError,
     ConfigError,
     Group,
@@ -20,8 +22,7 @@ from outrider.device import (
     Reduction,
     Stream,
 )
-from outrider_conformance.lab import expect
-from outrider_conformance.observer_log import logged
+from outrider_conformance.lab import expect, observed_calls
 from outrider_conformance.ranks.programs import copy_to_device
 from outrider_conformance.ranks.runner import RankHandle
 
@@ -168,7 +169,7 @@ def calls_are_reported(rank: RankHandle) -> None:
     with closing(rank.group()) as group:
         stream = rank.stream()
         x, every = rank.lab.full(stream, 1), copy_to_device(rank, stream, torch.zeros(2, 64))
-        with logged(rank.backend) as log:
+        with observed_calls(rank.backend) as observer:
             group.decide("bucket", 4)
             group.all_reduce(x, stream=stream, reduction=Reduction.MAX)
             group.decide("mode", "fused")
@@ -189,8 +190,22 @@ def calls_are_reported(rank: RankHandle) -> None:
             ("all", "broadcast", 3, 64, (None, 0, None), stream.name, reads, writes),
             ("all", ("send", "receive")[rank.index], 1, 64, (None, None, 1 - rank.index), stream.name, reads, writes),
         ]
-        for found, expected in zip(log.collectives, wanted, strict=True):
+        reports = [given for name, given, _ in observer.method_calls if name in ("collective", "decided")]
+        for found, expected in zip(map(_shown, reports), wanted, strict=True):
             expect(found, expected, "a report to the observer")
+
+
+def _shown(report: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a report to an observer with the names of its objects, and with the numbers of operands that a call accesses,
+    without memory that other ranks write.
+    """
+    group, call, *rest = report
+    if not isinstance(call, Collective):
+        return group.name, call, *rest
+    stream, reads, writes = rest
+    writes = [each for each in writes if not any(each is buffer for buffer in group.peer_written)]
+    peers = (call.reduction, call.root, call.peer)
+    return group.name, call.kind, call.sequence, call.count, peers, stream.name, len(reads), len(writes)
 
 
 # -- kernels, and memory of the peers ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
+from unittest.mock import call
 
 import pytest
 import torch
@@ -19,14 +20,14 @@ from outrider.device import (
     CapabilityError,
     Event,
     InterfaceError,
+    Observer,
     StaleBufferError,
     Stream,
     StreamOrderError,
     SynchronousCopyError,
 )
 from outrider.registry.probing import changed_state, process_state
-from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order
-from outrider_conformance.observer_log import ObserverLog, log_cache_write, logged
+from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order, observed_calls
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 from outrider_conformance.suite import test_l1_events as events
@@ -135,11 +136,12 @@ def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
 def test_one_observer_at_a_time(backend: Backend) -> None:
     """A second observer is refused until the first is detached. A new observer receives a report of each existing stream."""
     stream = backend.create_stream("early")
-    with logged(backend) as log:
-        assert ("stream", stream.name) in log.entries, "an observer isn't told of streams that existed before it"
+    with observed_calls(backend) as observer:
+        told = call.stream_created(stream) in observer.method_calls
+        assert told, "an observer isn't told of streams that existed before it"
         with pytest.raises(InterfaceError):
-            backend.attach(ObserverLog())
-    backend.attach(ObserverLog())
+            backend.attach(Observer())
+    backend.attach(Observer())
     backend.detach()
 
 
@@ -147,7 +149,7 @@ def test_one_observer_at_a_time(backend: Backend) -> None:
 def test_an_observer_sees_every_verb(backend: Backend) -> None:
     """An observer receives records, waits, scopes and synchronisations in order, with their generations."""
     a, b, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
-    with logged(backend) as log:
+    with observed_calls(backend) as observer:
         with backend.on(a):
             pass
         a.record(event)
@@ -157,10 +159,11 @@ def test_an_observer_sees_every_verb(backend: Backend) -> None:
         b.synchronize()
         backend.synchronize()
     wanted = [
-        *(("entered", "a"), ("left", "a"), ("recorded", "a", 1), ("recorded", "a", 2), ("waited", "b", 2)),
-        *(("event synchronized", 2), ("stream synchronized", "b"), ("device synchronized",)),
+        *(("scope_entered", "a"), ("scope_left", "a"), ("recorded", "a", "e", 1), ("recorded", "a", "e", 2)),
+        *(("waited", "b", "e", 2), ("event_synchronized", "e", 2), ("stream_synchronized", "b"), ("device_synchronized",)),
     ]
-    expect([entry for entry in log.entries if entry[0] in {w[0] for w in wanted}], wanted, "what the observer saw")
+    seen = [(name, *(getattr(each, "name", each) for each in given)) for name, given, _ in observer.method_calls]
+    expect([each for each in seen if each[0] in {name for name, *_ in wanted}], wanted, "what the observer saw")
 
 
 def _verbs(lab: Lab, a: Stream, b: Stream) -> dict[str, Callable[[], object]]:
@@ -229,13 +232,14 @@ def test_accesses_are_reported(backend: Backend) -> None:
     with backend.on(stream):
         source, destination = torch.ones(16, device=backend.device), torch.zeros(16, device=backend.device)
     stream.synchronize()
-    with logged(backend) as log, backend.on(stream):
+    with observed_calls(backend) as observer, backend.on(stream):
         destination.copy_(source)
+    operations = [operation for (operation,), _ in observer.launched.call_args_list]
     places = {"read": backend.locate(source), "write": backend.locate(destination)}
-    seen = {("write" if a.write else "read", a.storage, a.start, a.end) for o in log.operations for a in o.accesses}
+    seen = {("write" if a.write else "read", a.storage, a.start, a.end) for o in operations for a in o.accesses}
     for kind, place in places.items():
         assert (kind, place.storage, place.start, place.end) in seen, f"the {kind} of the copy wasn't reported: {seen}"
-    assert all(operation.stream == "s" for operation in log.operations), log.operations
+    assert all(operation.stream == "s" for operation in operations), operations
 
 
 @needs("reports_accesses")
@@ -256,12 +260,21 @@ def test_a_slice_is_located_inside_its_tensor(lab: Lab) -> None:
 )
 def test_rows_are_reported_exactly(backend: Backend) -> None:
     """A cache write is reported with the rows of its slots and no other rows."""
-    log, keys = log_cache_write(backend, (3, 6))
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        x, turn = torch.ones(2, 1, 4, device=backend.device), torch.ones(2, 4, device=backend.device)
+        keys, values = (torch.zeros(4, 2, 1, 4, device=backend.device) for _ in range(2))
+        slots = torch.tensor([3, 6], dtype=torch.int64, device=backend.device)
+    stream.synchronize()
+    with observed_calls(backend) as observer:
+        with backend.on(stream):
+            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, keys, values, slots)
+        stream.synchronize()
     place = backend.locate(keys)
     row = (place.end - place.start) // 8
     written = {
         ((a.start - place.start) // row, (a.end - place.start) // row)
-        for accesses in log.rows
+        for (_, accesses), _ in observer.rows_touched.call_args_list
         for a in accesses
         if a.storage == place.storage and a.write
     }
