@@ -17,6 +17,7 @@ from functools import partial, wraps
 from typing import Any, NoReturn
 from unittest.mock import Mock, create_autospec
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -374,7 +375,11 @@ def observed_calls(backend: Backend) -> Generator[Mock]:
 
 
 def raise_failed_schedule(failure: ScheduleFailure) -> NoReturn:
-    """Raise :class:`BrokenPromiseError` with the smallest failing schedule, caused by the program's own error."""
+    """Raise :class:`BrokenPromiseError` with the smallest failing schedule, caused by the program's own error. A program that
+    ends its test as not applicable fails in no schedule.
+    """
+    if isinstance(failure.error, pytest.skip.Exception):
+        raise failure.error
     orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings) or "\n  (the program's own order)"
     raise BrokenPromiseError(
         f"{type(failure.error).__name__}: {failure.error}\nsmallest schedule: {failure.shrunk}{orderings}"

@@ -147,10 +147,10 @@ def diagnose(checked: Promise | None, error: BaseException, phase: str = "call")
     ``checked`` is the promise that the test checks. The promise is broken if the test's own check failed. An exception from
     another place concerns the verb that raised it, and not the promise that the test would have checked later.
     """
-    named: Promise | None = getattr(error, "promise", None)  # the error names its promise
+    cause = error.__cause__
+    named: Promise | None = getattr(error, "promise", None) or getattr(cause, "promise", None)  # the error names its promise
     if named is not None:
         return Diagnosis(named, causes=_causes(named, None))
-    cause = error.__cause__
     if isinstance(error, AssertionError) and cause is not None and not isinstance(cause, AssertionError):
         error = cause  # the error in the failing schedule
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
