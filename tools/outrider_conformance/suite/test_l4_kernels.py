@@ -14,13 +14,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from outrider.device import (
-    CaptureContext,
-)
+from outrider.device import CaptureContext
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
 from outrider_conformance.promises import first_sentence, needs, promise
-from outrider_conformance.random_kernels.bounds import Number, compare
 from outrider_conformance.random_kernels.kernels import (
     KERNELS,
     check_concurrent_calls,
@@ -58,19 +55,6 @@ from outrider_conformance.reporting.verdict import not_applicable, refusals_left
 _COMPILED_DRAWS = 1
 _SHARES = 3
 """Number of dtypes that share the boundaries of a kernel."""
-_BATCH = {
-    "batch": 3,
-    "new": 1,
-    "context": 9,
-    "ragged": 0,
-    "tree": 0,
-    "window": 0,
-    "padding": 0,
-    "heads": 2,
-    "size": 0,
-    "page": 1,
-}
-"""The shape of an attention batch: three sequences with one new token each."""
 _DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -259,30 +243,6 @@ def test_a_pass_from_a_cut_on_has_the_bits_of_a_longer_pass(lab: Lab) -> None:
     """A prompt that is cut at the interval of states gives the bits of the whole prompt."""
     (stream,) = lab.streams("s")
     check_equal_bits(lab, stream, "chunk_gated_delta_rule", lab.seed)
-
-
-@promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")
-def test_rows_do_not_influence_each_other(lab: Lab) -> None:
-    """The attention of a sequence does not change with the other sequences of the batch."""
-    (stream,) = lab.streams("s")
-    made = problem(KERNELS["paged_attention"], _BATCH, torch.float32, lab.seed)
-    host = {name: operand.tensor for name, operand in made.operands.items()}
-    operands = lab.upload(stream, host | {"q": torch.cat((host["q"][:1], torch.full_like(host["q"][1:], 50.0)))})
-    with lab.backend.on(stream):
-        out = made.call(lab.backend.kernels_in_use, operands)["out"]
-    stream.synchronize()
-    wanted = made.wanted["out"]
-    assert isinstance(wanted, Number)
-    compare(out[:1].cpu(), Number(wanted.value[:1], wanted.error[:1]), "the first sequence, with other neighbours")
-
-
-@promise("KernelSet", "Token rows beyond a batch's real tokens hold valid indices (row and page 0) and may compute anything")
-def test_padding_is_finite(lab: Lab) -> None:
-    """Rows of padding are finite, since following kernels add and normalise them."""
-    (stream,) = lab.streams("s")
-    check_problem(
-        lab, stream, problem(KERNELS["paged_attention"], {**_BATCH, "new": 5, "padding": 3}, torch.float32, lab.seed)
-    )
 
 
 @promise("KernelSet", "*Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.")
