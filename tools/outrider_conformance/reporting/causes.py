@@ -11,12 +11,13 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from math import sqrt
 from types import FrameType, MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -265,12 +266,6 @@ def tracing_verbs() -> Generator[set[str]]:
     The public methods of the interface are replaced inside the scope: each one calls the plugin's method of its name.
     """
     called: set[str] = set()
-    originals = [
-        (base, name, method)
-        for base in VERBS
-        for name, method in vars(base).items()
-        if callable(method) and not name.startswith("_") and hasattr(base, f"_{name}")
-    ]
 
     def traced(verb: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -280,13 +275,12 @@ def tracing_verbs() -> Generator[set[str]]:
 
         return call
 
-    try:
-        for base, name, method in originals:
-            setattr(base, name, traced(f"{base.__name__}._{name}", method))
+    with ExitStack() as stack:
+        for base in VERBS:
+            for name, method in list(vars(base).items()):
+                if callable(method) and not name.startswith("_") and hasattr(base, f"_{name}"):
+                    stack.enter_context(patch.object(base, name, traced(f"{base.__name__}._{name}", method)))
         yield called
-    finally:
-        for base, name, method in originals:
-            setattr(base, name, method)
 
 
 def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[dict[str, Any]]:
