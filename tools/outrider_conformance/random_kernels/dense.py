@@ -63,7 +63,7 @@ def _linear(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
     """Return the two halves of ``x`` along the last dimension."""
     size = x.value.shape[-1] // 2
-    return bounds.Number(x.value[..., :size], x.error[..., :size]), bounds.Number(x.value[..., size:], x.error[..., size:])
+    return x[..., :size], x[..., size:]
 
 
 def _tokens(shape: Shape, dice: RandomValues) -> Tensor:

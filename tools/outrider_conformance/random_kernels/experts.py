@@ -125,8 +125,7 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str |
     gates, outputs = gate_up.values.view(count, -1, hidden), down.values.view(count, hidden, inner)
 
     def one(expert: int, rows: Tensor) -> bounds.Number:
-        x = bounds.Number(inputs.value[rows], inputs.error[rows])
-        both = bounds.product(gate_up.operand(x), gates[expert], None, dtype)
+        both = bounds.product(gate_up.operand(inputs[rows]), gates[expert], None, dtype)
         activated = bounds.silu_mul(*halves(both), dtype)
         if active is not None:
             activated = bounds.rounded(requantized(activated, active, _DOWN_STEP), dtype)

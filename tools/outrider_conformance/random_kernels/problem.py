@@ -156,6 +156,11 @@ class Problem:
     """The check of results of which several are right; None if there is one right result."""
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The operands on the host by name, in memory that no other call has written."""
+        return {name: operand.tensor.clone() for name, operand in self.operands.items()}
+
+    @property
     def changed(self) -> frozenset[str]:
         """Names of the operands that the kernel may write."""
         return frozenset(self.operands) & frozenset(self.wanted)
