@@ -68,10 +68,8 @@ class StreamDelay:
 
     target_ms: float = 20.0
     """Milliseconds for which a delay should keep a stream busy."""
-    cycles: int = 0
-    """Device clocks of one delay; 0 until they are measured."""
-    products: int = 0
-    """Matrix products of one delay on a device without ``delay``; 0 until they are measured."""
+    length: int = 0
+    """Device clocks of one delay, or matrix products on a device without ``delay``; 0 until they are measured."""
     product_s: dict[torch.dtype, float] = field(default_factory=dict)
     """Seconds of a product of 256 x 256 factors, by dtype."""
 
@@ -153,55 +151,48 @@ class Lab:
 
         Does nothing on a device that finishes each operation before its call returns.
         """
-        if not self.asynchronous:
-            return
-        if self.backend.capabilities.perturbs_timing:
-            self.backend.delay(stream, self.delay_cycles * self._delay_factor)
-        else:
-            self._work(stream, self._products() * self._delay_factor)
+        if self.asynchronous:
+            self._occupy(stream, self.delay_length * self._delay_factor)
 
     @property
-    def delay_cycles(self) -> int:
-        """Device clocks of one delay, measured at the first use."""
-        if self.backend.control is not None:
+    def delay_length(self) -> int:
+        """Device clocks of one delay, or matrix products on a device without ``delay``, measured at the first use."""
+        if self.backend.control is not None and self.backend.capabilities.perturbs_timing:
             return _SIMULATED_CYCLES
-        if not self.pace.cycles:
-            stream = self.backend.create_stream("pace")
-            self.pace.cycles = self._scaled(1 << 12, lambda count: self.backend.delay(stream, count), stream)
-        return self.pace.cycles
+        if not self.pace.length:
+            self.pace.length = self._measured_length()
+        return self.pace.length
 
-    def _products(self) -> int:
-        if not self.pace.products:
-            stream = self.backend.create_stream("pace")
-            self.pace.products = self._scaled(1, lambda count: self._work(stream, count), stream)
-        return self.pace.products
-
-    def _scaled(self, count: int, run: Callable[[int], None], stream: Stream) -> int:
-        """Return the smallest power of two times ``count`` for which ``run(count)`` takes the target time.
+    def _measured_length(self) -> int:
+        """Return the smallest power of two that makes a delay take the target time.
 
         The shortest of several timings counts: a busy host must not make delays short. Raises :class:`BrokenPromiseError` if
-        no count takes the target time: delays that delay nothing would hide missing waits.
+        no length takes the target time: delays that delay nothing would hide missing waits.
         """
+        length, (stream,) = 1, self.streams("pace")
 
-        def timed() -> float:
+        def timed_ms() -> float:
             start = time.perf_counter()
-            run(count)
+            self._occupy(stream, length)
             stream.synchronize()
             return (time.perf_counter() - start) * 1e3
 
-        while min(timed() for _ in range(_TIMINGS)) < self.pace.target_ms:
-            count *= 2
-            if count > _LARGEST_DELAY:
+        while min(timed_ms() for _ in range(_TIMINGS)) < self.pace.target_ms:
+            length *= 2
+            if length > _LARGEST_DELAY:
                 raise BrokenPromiseError(
-                    f"a delay of {count} device clocks on {stream.backend.label} keeps its stream busy for less than "
+                    f"a delay of {length} device clocks on {self.backend.label} keeps its stream busy for less than "
                     f"{self.pace.target_ms} ms, in at least one of {_TIMINGS} calls"
                 )
-        return count
+        return length
 
-    def _work(self, stream: Stream, products: int) -> None:
+    def _occupy(self, stream: Stream, length: int) -> None:
+        if self.backend.capabilities.perturbs_timing:
+            self.backend.delay(stream, length)
+            return
         with self.backend.on(stream):
             matrix = torch.full((_MATRIX_SIZE, _MATRIX_SIZE), 1.0 / _MATRIX_SIZE, device=self.backend.device)
-            for _ in range(products):
+            for _ in range(length):
                 matrix = matrix @ matrix
 
     def product_s(self, dtype: torch.dtype) -> float:

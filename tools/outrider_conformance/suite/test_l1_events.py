@@ -403,7 +403,7 @@ def test_waits_have_no_time_limit(lab: Lab) -> None:
     a, b, late, copy = lab.two_streams()
     (c,) = lab.streams("c")
     flagged = lab.full(c, 0)
-    lab.backend.delay(a, lab.delay_cycles * round(_LONG_MS / lab.pace.target_ms))
+    lab.backend.delay(a, lab.delay_length * round(_LONG_MS / lab.pace.target_ms))
     lab.fill(a, late, 1)
     event = lab.record(a)
     b.wait(event)
