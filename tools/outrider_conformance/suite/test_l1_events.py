@@ -50,8 +50,9 @@ def test_waits_order_every_pair_of_many_streams(lab: Lab) -> None:
     for turn, late in enumerate(streams, 1):
         lab.fill_late(late, x, turn)
         events = [lab.record(stream) for stream in streams]
-        for asked in (*events, *streams):
-            asked.query()
+        for event, stream in zip(events, streams, strict=True):
+            event.query()
+            stream.query()
         for stream, copy in zip(streams, copies, strict=True):
             for event in events:
                 stream.wait(event)
