@@ -385,6 +385,16 @@ def expect(found: object, wanted: object, what: str) -> None:
         raise AssertionError(f"{what}: found {shown}, expected {wanted}")
 
 
+def check_not_overridden(thing: object, base: type, *more: str) -> None:
+    """Fail if the class of ``thing`` overrides a public method of ``base`` that calls a verb of the plugin (``wait`` calls
+    ``_wait``), or one of the members ``more``. These methods check the rules of the interface and report to observers. A
+    plugin may extend ``create_stream``, as a simulated device does to keep names valid in schedules.
+    """
+    checked = {name for name in vars(base) if not name.startswith("_") and hasattr(base, f"_{name}")} - {"create_stream"}
+    lost = [name for name in sorted({*checked, *more}) if getattr(type(thing), name) is not getattr(base, name)]
+    assert not lost, f"{type(thing).__name__} overrides {', '.join(lost)}: implement {', '.join(f'_{n}' for n in lost)}"
+
+
 def call_on_new_thread(act: Callable[[], object]) -> None:
     """Call ``act`` on a new thread, wait for it, and raise its exception here."""
     failed = run_concurrently(act)

@@ -85,7 +85,6 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "MemoryInfo": "figures of `memory_info` in another unit, or of another device",
         "Observer": "accesses that aren't reported, or are reported with other addresses",
         "OutOfDeviceMemory": "`translate_error` doesn't recognise the driver's out-of-memory error",
-        "PinnedBuffer": "the memory is freed or reused while a copy uses it",
         "PluginInfo": "the statements of `backend_info` about this machine",
         "SpeculativeSync": "a declared step mode or exception that isn't true of the device; a kernel that is wrong "
         "in a batch; a wait that doesn't order",

@@ -5,8 +5,6 @@ An error inside a graph is raised like an error outside a graph.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -278,27 +276,6 @@ def test_a_library_that_synchronises_fails_the_capture(
     _still_works(lab, backend)
 
 
-@needs("captures_graphs")
-@promise("Stream.record", "such an event can't be used outside that capture.")
-def test_edges_of_a_graph_stay_inside(lab: Lab) -> None:
-    """An event that was recorded in a capture has no generation, and raises an error outside the capture."""
-    backend = lab.backend
-    stream, other = lab.streams("s", "other")
-    y = lab.full(stream, 0)
-    edge = backend.create_event("edge")
-
-    def fn(context: CaptureContext) -> None:
-        context.outputs["y"].add_(1)
-        if backend.active_capture is not None:
-            expect(stream.record(edge), 0, "the generation of a record inside a capture")
-
-    backend.capture("edge", fn, stream=stream, inputs={}, outputs={"y": y})
-    expect(edge.generation, 0, "generations of an event that is an edge")
-    for use in (lambda: other.wait(edge), edge.query, edge.synchronize, lambda: other.record(edge)):
-        with pytest.raises(StreamOrderError):
-            use()
-
-
 def _check_refused(
     lab: Lab, ability: str, cause: type[Exception], use: Callable[[CaptureContext, Stream, Stream], None]
 ) -> None:
@@ -341,24 +318,6 @@ def test_a_fork_is_refused_where_it_is_not_declared(lab: Lab) -> None:
     _check_refused(lab, "forks_in_capture", CapabilityError, fork)
 
 
-@promise("Backend.capture", "``inputs`` and ``outputs`` are static device tensors")
-@pytest.mark.parametrize("side", ["input", "output"])
-def test_static_buffers_must_be_on_the_device(lab: Lab, side: str) -> None:
-    """A static buffer on another device is refused before the capture begins."""
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    buffers = {"input": lab.full(stream, 0), "output": lab.full(stream, 0)}
-    buffers[side] = torch.empty(4, device="meta")
-    with pytest.raises(CaptureError, match=side):
-        backend.capture(
-            "call_on_new_thread",
-            lambda _: None,
-            stream=stream,
-            inputs={"x": buffers["input"]},
-            outputs={"y": buffers["output"]},
-        )
-
-
 @needs("captures_graphs")
 @promise("Backend.capture", "capture is thread-local, and a query by another thread doesn't break it.")
 def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
@@ -389,32 +348,6 @@ def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
     graph.replay(stream)
     expect(lab.read_tensor(stream, y), 8.0, "the output of the graph that was captured meanwhile")
     expect(lab.read_tensor(other, z), 5.0, "work of the other thread, which a replay must not do again")
-
-
-@needs("captures_graphs")
-@promise("Backend.capture", "Garbage collection is off until the capture is over.")
-@in_every_order(schedules=1)
-def test_garbage_isnt_collected_in_a_capture(lab: Lab) -> None:
-    """An unreachable graph is not collected during a capture, since a driver may fail the open capture."""
-    (stream,) = lab.streams("s")
-    x, y = lab.full(stream, 2), lab.full(stream, -1)
-    unreachable = [triple(lab, stream, "unreachable")]
-    unreachable.append(unreachable)  # type: ignore[arg-type]  # only a collection finds it
-    ended = weakref.ref(unreachable[0])
-    del unreachable
-    alive = []
-
-    def fn(context: CaptureContext) -> None:
-        for _ in range(3 * sum(gc.get_threshold())):  # more than enough to start one
-            garbage: list[object] = []
-            garbage.append(garbage)
-        context.outputs["y"].copy_(context.inputs["x"] * 2)
-        alive.append(ended() is not None)
-
-    graph = lab.backend.capture("fresh", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
-    expect(all(alive), True, "the unreachable graph is there until the capture is over")
-    graph.replay(stream)
-    expect(lab.read_tensor(stream, y), 4.0, "a graph captured while there was garbage")
 
 
 @promise("Backend.provoke_fault", "*Capture.* A captured operation fails at each replay of the graph.")

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from outrider.device import CaptureContext, CaptureError, Graph, GraphPool, InterfaceError, Stream
-from outrider_conformance.lab import CALLS, THREADS, WIDTH, Lab, call_at_once, expect, in_every_order, in_some_order
+from outrider_conformance.lab import (
+    CALLS,
+    THREADS,
+    WIDTH,
+    Lab,
+    call_at_once,
+    check_not_overridden,
+    expect,
+    in_every_order,
+    in_some_order,
+)
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 
@@ -51,6 +61,7 @@ def test_a_replay_does_the_work_again(lab: Lab) -> None:
     backend = lab.backend
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
+    check_not_overridden(graph, Graph)
     replays = backend.replays
     expect(lab.read_tensor(stream, graph.outputs["y"]), -1.0, "the output before the first replay")
     for turn in (1, 2, 3):
