@@ -280,3 +280,20 @@ def test_copies_that_would_block_are_refused(kind):
     for pair in ((there, here), (here, there)):
         with pytest.raises(SynchronousCopyError):
             backend.copy_async(*pair, stream=stream)
+
+
+@pytest.mark.parametrize(
+    ("use", "cause"),
+    [
+        (lambda backend, stream, other, event: backend.on(other).__enter__(), CapabilityError),
+        (lambda backend, stream, other, event: stream.wait(event), StreamOrderError),
+    ],
+    ids=["a fork", "a wait for an event outside"],
+)
+def test_undeclared_edges_of_a_graph_are_refused(use, cause):
+    backend = get_backend("sim:like=npu")
+    stream, other, event = backend.create_stream("s"), backend.create_stream("other"), backend.create_event("outside")
+    other.record(event)
+    with pytest.raises(CaptureError) as caught:
+        backend.capture("refused", lambda _: use(backend, stream, other, event), stream=stream, inputs={}, outputs={})
+    assert isinstance(caught.value.__cause__, cause)

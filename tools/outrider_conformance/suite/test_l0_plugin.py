@@ -27,7 +27,6 @@ from outrider.device import (
     ConfigError,
     Event,
     Flag,
-    InterfaceError,
     KernelSet,
     OutriderError,
     Recompute,
@@ -304,20 +303,6 @@ def test_kernels_are_constant(backend: Backend) -> None:
     assert backend.kernels.name.strip()
 
 
-@promise("Backend.use_kernels", "Call it once, before a model is loaded.")
-def test_kernels_can_be_chosen_once(kit: Kit) -> None:
-    """Chosen kernels are in use, the device's own kernels stay available, and a second choice is refused."""
-    options = {key: value for key, value in kit.spec.options.items() if key != "kernels"}
-    backend = kit.registry.create(replace(kit.spec, options=options))
-    own, chosen = backend.kernels, KernelSet()
-    assert backend.kernels_in_use is own, "kernels are in use although none were chosen"
-    backend.use_kernels(chosen)
-    assert backend.kernels_in_use is chosen
-    assert backend.kernels is own
-    with pytest.raises(InterfaceError):
-        backend.use_kernels(KernelSet())
-
-
 @promise("Backend.speculative_sync", "Return the policy of this device. Constant over the backend's life.")
 def test_the_policy_is_well_formed(backend: Backend) -> None:
     """Each declaration of the policy has its type, and none contradicts the capabilities."""
@@ -345,9 +330,8 @@ def test_no_checked_method_is_overridden(backend: Backend) -> None:
     """The plugin overrides no public verb. It implements the underscored verbs, so that no check is lost."""
     check_not_overridden(backend.create_stream("s"), Stream)
     check_not_overridden(backend.create_event("e"), Event, "generation")
-    check_not_overridden(
-        backend, Backend, "keep_alive", "release_finished", "capturing", "check_not_capturing", "guard", "streams"
-    )
+    check_not_overridden(backend, Backend, "keep_alive", "release_finished", "streams", "use_kernels", "kernels_in_use")
+    check_not_overridden(backend, Backend, "capturing", "check_not_capturing", "guard")
     if backend.capabilities.flags:
         check_not_overridden(backend.create_flag("f"), Flag)
 

@@ -21,7 +21,6 @@ from outrider.device import (
     DeviceError,
     DeviceFault,
     Graph,
-    Stream,
     StreamOrderError,
 )
 from outrider_conformance.exceptions import builtin_exceptions, error_of
@@ -274,48 +273,6 @@ def test_a_library_that_synchronises_fails_the_capture(
     else:
         raise AssertionError(f"a value was read in a capture, in which nothing runs, and nothing was raised: {found}")
     _still_works(lab, backend)
-
-
-def _check_refused(
-    lab: Lab, ability: str, cause: type[Exception], use: Callable[[CaptureContext, Stream, Stream], None]
-) -> None:
-    """Fail unless a capture that uses the undeclared ability fails with this cause, after which all works."""
-    backend = lab.backend
-    if getattr(backend.capabilities, ability):
-        not_applicable(f"{ability} is declared")
-    stream, other = lab.streams("s", "other")
-    y = lab.full(stream, 0)
-
-    def fn(context: CaptureContext) -> None:
-        context.outputs["y"].add_(1)
-        if backend.active_capture is not None:
-            use(context, stream, other)
-
-    with pytest.raises(CaptureError) as caught:
-        backend.capture("refused", fn, stream=stream, inputs={}, outputs={"y": y})
-    assert isinstance(caught.value.__cause__, cause), caught.value.__cause__
-    _still_works(lab, backend)
-
-
-@needs("captures_graphs")
-@promise("Stream.wait", "outside it unless the backend declares ``waits_inside_graphs``.")
-def test_a_wait_for_the_outside_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """A captured wait for an event recorded outside raises without ``waits_inside_graphs``."""
-    (outside,) = lab.streams("outside")
-    event = lab.record(outside)
-    _check_refused(lab, "waits_inside_graphs", StreamOrderError, lambda context, stream, other: stream.wait(event))
-
-
-@needs("captures_graphs")
-@promise("Backend.on", "In a capture, a scope of another stream than the captured one needs ``forks_in_capture``.")
-def test_a_fork_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """Work on another stream in a capture raises without ``forks_in_capture``."""
-
-    def fork(context: CaptureContext, stream: Stream, other: Stream) -> None:
-        with lab.backend.on(other):
-            context.outputs["y"].add_(1)
-
-    _check_refused(lab, "forks_in_capture", CapabilityError, fork)
 
 
 @needs("captures_graphs")
