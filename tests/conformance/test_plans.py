@@ -7,14 +7,17 @@ import pytest
 from outrider.device import HostParam
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.random_kernels.paged_batch import check_planned_graph, check_renewed, check_unplanned
+from outrider_conformance.random_kernels.paged_batch import SHAPES, check_renewed, check_unplanned
 from outrider_sim.kernels import HostPlan
 
 
+def check_planned_graph(lab):
+    SHAPES["a chain"].batch(lab).check_graph(SHAPES["a chain"].growing_contexts(lab.backend), plans=True)
+
+
 def run(lab):
-    for new in ((1, 1, 1), (4, 4, 4), (5, 1, 30)):
-        check_renewed(lab, new, 0)
-    check_renewed(lab, (4, 4, 4), 8)
+    for shape in ("decoding", "a chain", "a window", "a ragged prompt"):
+        check_renewed(lab, SHAPES[shape])
     check_planned_graph(lab)
     check_unplanned(lab)
 
@@ -37,7 +40,9 @@ def shorter(inner):
 
 
 @pytest.mark.parametrize("fault", [once, shorter])
-@pytest.mark.parametrize("test", [lambda lab: check_renewed(lab, (4, 4, 4), 0), check_planned_graph], ids=["called", "graph"])
+@pytest.mark.parametrize(
+    "test", [lambda lab: check_renewed(lab, SHAPES["a chain"]), check_planned_graph], ids=["called", "graph"]
+)
 def test_wrong_plans_are_found(fault, test, monkeypatch):
     monkeypatch.setattr(HostPlan, "fill", fault(HostPlan.fill))
     monkeypatch.setattr("outrider_sim.kernels._check_plan", lambda planned, seq_lens: None)

@@ -98,7 +98,7 @@ def test_a_test_that_does_not_exist_is_refused(outrider):
 
 
 def test_one_test_runs_alone():
-    name = "test_l1_rules::test_generations_are_counted"
+    name = "test_l1_rules::test_stream_names_are_unique"
     found = conform("cpu", level="L1", tests=[name])
     assert [test["id"] for test in found["tests"] if test["outcome"] != "not run"] == [name]
     assert found["reached"] is None

@@ -9,7 +9,7 @@ from outrider_conformance.reporting.verdict import read_waivers
 
 GOOD = """
 [[waiver]]
-test = "test_l1_copies::test_bytes_arrive[bool]"
+test = "test_l1_operators::test_an_operator_does_not_block_the_host[sort]"
 reason = "the copy engine has no bytes of one bit"
 link = "https://example.org/issues/7"
 expires = 2030-01-31
@@ -24,8 +24,8 @@ def write(tmp_path, text):
 
 def test_reads_and_matches(tmp_path):
     (waiver,) = read_waivers(write(tmp_path, GOOD))
-    assert waiver.covers("test_l1_copies::test_bytes_arrive[bool]")
-    assert not waiver.covers("test_l1_copies::test_bytes_arrive[int64]")
+    assert waiver.covers("test_l1_operators::test_an_operator_does_not_block_the_host[sort]")
+    assert not waiver.covers("test_l1_operators::test_an_operator_does_not_block_the_host[topk]")
     assert waiver.expired(datetime.date(2030, 2, 1))
     assert not waiver.expired(datetime.date(2030, 1, 31))
 

@@ -1,4 +1,6 @@
-"""The rules of the backend interface, on the reference backend."""
+"""The rules of the backend interface, on the reference backend, and on the simulated one where graphs are captured."""
+
+import gc
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from outrider.device import (
     SpeculativeSync,
     StaleBufferError,
     StreamOrderError,
+    SynchronousCopyError,
 )
+from outrider.registry import get_backend
 from outrider_cpu.backend import CpuBackend
 
 
@@ -236,3 +240,60 @@ def test_after_join_does_what_the_policy_declares(backend):
     default = Plan(False)
     SpeculativeSync(backend).after_join(default)
     assert default.done == []
+
+
+def test_edges_of_a_graph_stay_inside():
+    backend = get_backend("sim")
+    stream, other, edge = backend.create_stream("s"), backend.create_stream("other"), backend.create_event("edge")
+    recorded = []
+    backend.capture("edge", lambda _: recorded.append(stream.record(edge)), stream=stream, inputs={}, outputs={})
+    assert set(recorded) == {0}
+    assert edge.generation == 0
+    for use in (lambda: other.wait(edge), edge.query, edge.synchronize, lambda: other.record(edge)):
+        with pytest.raises(StreamOrderError):
+            use()
+
+
+def test_garbage_is_not_collected_in_a_capture():
+    backend, enabled = get_backend("sim"), []
+    stream = backend.create_stream("s")
+    backend.capture("fresh", lambda _: enabled.append(gc.isenabled()), stream=stream, inputs={}, outputs={})
+    assert enabled
+    assert not any(enabled)
+    assert gc.isenabled()
+
+
+def test_time_needs_timing_events(backend):
+    start, end = backend.create_event("start"), backend.create_event("end")
+    with pytest.raises(CapabilityError, match="timing=True"):
+        start.elapsed_ms(end)
+
+
+@pytest.mark.parametrize("kind", ["pageable", "strided", "strided device side"])
+def test_copies_that_would_block_are_refused(kind):
+    backend = get_backend("sim")
+    stream, pinned = backend.create_stream("s"), backend.empty_pinned("p", (8,), torch.float32).tensor
+    with backend.on(stream):
+        ones = torch.ones(8, device=backend.device)
+    there = ones[::2] if kind == "strided device side" else ones[:4]
+    here = {"pageable": torch.ones(4), "strided": pinned[::2]}.get(kind, pinned[:4])
+    for pair in ((there, here), (here, there)):
+        with pytest.raises(SynchronousCopyError):
+            backend.copy_async(*pair, stream=stream)
+
+
+@pytest.mark.parametrize(
+    ("use", "cause"),
+    [
+        (lambda backend, stream, other, event: backend.on(other).__enter__(), CapabilityError),
+        (lambda backend, stream, other, event: stream.wait(event), StreamOrderError),
+    ],
+    ids=["a fork", "a wait for an event outside"],
+)
+def test_undeclared_edges_of_a_graph_are_refused(use, cause):
+    backend = get_backend("sim:like=npu")
+    stream, other, event = backend.create_stream("s"), backend.create_stream("other"), backend.create_event("outside")
+    other.record(event)
+    with pytest.raises(CaptureError) as caught:
+        backend.capture("refused", lambda _: use(backend, stream, other, event), stream=stream, inputs={}, outputs={})
+    assert isinstance(caught.value.__cause__, cause)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from outrider.device import Backend, DeviceError, Event, Stream
 from outrider_conformance.promises import blamed_on
@@ -68,17 +69,12 @@ def checking_waits() -> Generator[None]:
         (Stream, "synchronize", of_stream),
         (Backend, "synchronize", of_backend),
     ]
-    replaced: list[tuple[type, str, Any]] = [(Stream, "record", record)]
-    for owner, name, covered in waits:
-        replaced.append((owner, name, _checked(f"{owner.__name__}.{name}", getattr(owner, name), covered)))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for owner, name, method in replaced:
-            setattr(owner, name, method)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Stream, "record", record))
+        for owner, name, covered in waits:
+            checked = _checked(f"{owner.__name__}.{name}", getattr(owner, name), covered)
+            stack.enter_context(patch.object(owner, name, checked))
         yield
-    finally:
-        for owner, name, method in before:
-            setattr(owner, name, method)
 
 
 def _checked(member: str, method: Callable[..., Any], covered: Callable[[Any], Iterable[_Record]]) -> Callable[..., Any]:

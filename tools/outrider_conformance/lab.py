@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NoReturn
+from unittest.mock import Mock, create_autospec
 
+import pytest
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Event, ScheduleFailure, Stream
+from outrider.device import Backend, Event, Observer, ScheduleFailure, Stream
 
 Program = Callable[[Backend], None]
 
@@ -66,10 +68,8 @@ class StreamDelay:
 
     target_ms: float = 20.0
     """Milliseconds for which a delay should keep a stream busy."""
-    cycles: int = 0
-    """Device clocks of one delay; 0 until they are measured."""
-    products: int = 0
-    """Matrix products of one delay on a device without ``delay``; 0 until they are measured."""
+    length: int = 0
+    """Device clocks of one delay, or matrix products on a device without ``delay``; 0 until they are measured."""
     product_s: dict[torch.dtype, float] = field(default_factory=dict)
     """Seconds of a product of 256 x 256 factors, by dtype."""
 
@@ -151,55 +151,48 @@ class Lab:
 
         Does nothing on a device that finishes each operation before its call returns.
         """
-        if not self.asynchronous:
-            return
-        if self.backend.capabilities.perturbs_timing:
-            self.backend.delay(stream, self.delay_cycles * self._delay_factor)
-        else:
-            self._work(stream, self._products() * self._delay_factor)
+        if self.asynchronous:
+            self._occupy(stream, self.delay_length * self._delay_factor)
 
     @property
-    def delay_cycles(self) -> int:
-        """Device clocks of one delay, measured at the first use."""
-        if self.backend.control is not None:
+    def delay_length(self) -> int:
+        """Device clocks of one delay, or matrix products on a device without ``delay``, measured at the first use."""
+        if self.backend.control is not None and self.backend.capabilities.perturbs_timing:
             return _SIMULATED_CYCLES
-        if not self.pace.cycles:
-            stream = self.backend.create_stream("pace")
-            self.pace.cycles = self._scaled(1 << 12, lambda count: self.backend.delay(stream, count), stream)
-        return self.pace.cycles
+        if not self.pace.length:
+            self.pace.length = self._measured_length()
+        return self.pace.length
 
-    def _products(self) -> int:
-        if not self.pace.products:
-            stream = self.backend.create_stream("pace")
-            self.pace.products = self._scaled(1, lambda count: self._work(stream, count), stream)
-        return self.pace.products
-
-    def _scaled(self, count: int, run: Callable[[int], None], stream: Stream) -> int:
-        """Return the smallest power of two times ``count`` for which ``run(count)`` takes the target time.
+    def _measured_length(self) -> int:
+        """Return the smallest power of two that makes a delay take the target time.
 
         The shortest of several timings counts: a busy host must not make delays short. Raises :class:`BrokenPromiseError` if
-        no count takes the target time: delays that delay nothing would hide missing waits.
+        no length takes the target time: delays that delay nothing would hide missing waits.
         """
+        length, (stream,) = 1, self.streams("pace")
 
-        def timed() -> float:
+        def timed_ms() -> float:
             start = time.perf_counter()
-            run(count)
+            self._occupy(stream, length)
             stream.synchronize()
             return (time.perf_counter() - start) * 1e3
 
-        while min(timed() for _ in range(_TIMINGS)) < self.pace.target_ms:
-            count *= 2
-            if count > _LARGEST_DELAY:
+        while min(timed_ms() for _ in range(_TIMINGS)) < self.pace.target_ms:
+            length *= 2
+            if length > _LARGEST_DELAY:
                 raise BrokenPromiseError(
-                    f"a delay of {count} device clocks on {stream.backend.label} keeps its stream busy for less than "
+                    f"a delay of {length} device clocks on {self.backend.label} keeps its stream busy for less than "
                     f"{self.pace.target_ms} ms, in at least one of {_TIMINGS} calls"
                 )
-        return count
+        return length
 
-    def _work(self, stream: Stream, products: int) -> None:
+    def _occupy(self, stream: Stream, length: int) -> None:
+        if self.backend.capabilities.perturbs_timing:
+            self.backend.delay(stream, length)
+            return
         with self.backend.on(stream):
             matrix = torch.full((_MATRIX_SIZE, _MATRIX_SIZE), 1.0 / _MATRIX_SIZE, device=self.backend.device)
-            for _ in range(products):
+            for _ in range(length):
                 matrix = matrix @ matrix
 
     def product_s(self, dtype: torch.dtype) -> float:
@@ -361,8 +354,23 @@ def observing(look: Callable[[], bool]) -> Program:
     return program
 
 
+@contextmanager
+def observed_calls(backend: Backend) -> Generator[Mock]:
+    """Attach an observer that records its calls in ``method_calls`` for this scope, and yield it."""
+    observer = create_autospec(Observer, instance=True)
+    backend.attach(observer)
+    try:
+        yield observer
+    finally:
+        backend.detach()
+
+
 def raise_failed_schedule(failure: ScheduleFailure) -> NoReturn:
-    """Raise :class:`BrokenPromiseError` with the smallest failing schedule, caused by the program's own error."""
+    """Raise :class:`BrokenPromiseError` with the smallest failing schedule, caused by the program's own error. A program that
+    ends its test as not applicable fails in no schedule.
+    """
+    if isinstance(failure.error, pytest.skip.Exception):
+        raise failure.error
     orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings) or "\n  (the program's own order)"
     raise BrokenPromiseError(
         f"{type(failure.error).__name__}: {failure.error}\nsmallest schedule: {failure.shrunk}{orderings}"
@@ -375,6 +383,16 @@ def expect(found: object, wanted: object, what: str) -> None:
         shown = str(found)
         shown = shown if len(shown) < 200 else shown[:200] + " …"
         raise AssertionError(f"{what}: found {shown}, expected {wanted}")
+
+
+def check_not_overridden(thing: object, base: type, *more: str) -> None:
+    """Fail if the class of ``thing`` overrides a public method of ``base`` that calls a verb of the plugin (``wait`` calls
+    ``_wait``), or one of the members ``more``. These methods check the rules of the interface and report to observers. A
+    plugin may extend ``create_stream``, as a simulated device does to keep names valid in schedules.
+    """
+    checked = {name for name in vars(base) if not name.startswith("_") and hasattr(base, f"_{name}")} - {"create_stream"}
+    lost = [name for name in sorted({*checked, *more}) if getattr(type(thing), name) is not getattr(base, name)]
+    assert not lost, f"{type(thing).__name__} overrides {', '.join(lost)}: implement {', '.join(f'_{n}' for n in lost)}"
 
 
 def call_on_new_thread(act: Callable[[], object]) -> None:

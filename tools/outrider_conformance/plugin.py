@@ -305,21 +305,11 @@ class PhaseTimeLimit:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Limit the time in which the backend opens."""
+        """Limit the time of one phase: the backend opens, the test's body runs, or the device drains."""
         with self._limited(item):
             return (yield)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Limit the time of the test's body."""
-        with self._limited(item):
-            return (yield)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Limit the time in which the device drains after the test."""
-        with self._limited(item):
-            return (yield)
+    pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
     @contextmanager
     def _limited(self, item: pytest.Item) -> Generator[None]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -170,31 +169,17 @@ def _edge(late: Node, early: Node) -> str:
 
 def script(program: lang.DeviceProgram, backend: str) -> str:
     """Return the source of a script that runs the failing program by itself."""
-    parts = (lang.ProgramMemory, lang.DeviceProgram, lang.ElementSpan)
-    names = sorted({*_names(program.steps), *(part.__name__ for part in parts)})
     steps = "".join(f"        {step!r},\n" for step in program.steps)
-    imports = "".join(f"    {name},\n" for name in names)
     return (
         f'"""Run it: python failing.py --backend {backend}"""\n\n'
-        f"from outrider_conformance.programs.trial import main\n"
-        f"from outrider_conformance.programs.language import (\n{imports})\n\n"
+        f"from {lang.__name__} import *\n"
+        f"from outrider_conformance.programs.trial import main\n\n"
         f"program = {lang.DeviceProgram.__name__}(\n    streams={program.streams},\n"
         f"    buffers={program.buffers!r},\n    slots={program.slots!r},\n"
         f"    events={program.events},\n    flags={program.flags},\n"
         f"    steps=(\n{steps}    ),\n)\n\n"
         f'if __name__ == "__main__":\n    main(program)\n'
     )
-
-
-def _names(part: object) -> Iterator[str]:
-    """Yield the class names of all steps, including steps inside other steps and graphs."""
-    if isinstance(part, tuple):
-        for each in part:
-            yield from _names(each)
-    elif isinstance(part, lang.Step):
-        yield type(part).__name__
-        for field in fields(part):
-            yield from _names(getattr(part, field.name))
 
 
 def report_text(model: Model, error: BaseException, backend: str) -> str:

@@ -440,7 +440,6 @@ class _ProgramDraft:
         if self.chance(70):
             self.emit(lang.Synchronize("device"))
         kept = self.streams, self.events, self.buffers, self.slots, self.graphs
-        state = self.model.state
         bodies = []
         try:
             for half in range(2):
@@ -449,22 +448,11 @@ class _ProgramDraft:
                 self.buffers = [0, 2, 3] if half == 0 else [1, 4]
                 if not self.streams or not self.events:
                     return None
-                self.model.state = self.model.state.copy()
                 with suppress(ForbiddenStep, Unordered):
-                    bodies.append(self._body())
+                    bodies.append(self.several(4, [kind for kind in self.inner if kind not in ("item", "lend", "signal")]))
         finally:
             self.streams, self.events, self.buffers, self.slots, self.graphs = kept
-            self.model.state = state
         return lang.ThreadsStep(bodies[0], bodies[1]) if len(bodies) == 2 and all(bodies) else None
-
-    def _body(self) -> tuple[Step, ...]:
-        steps, self.steps = self.steps, []
-        try:
-            for _ in range(self.number(1, 4)):
-                self.one(self.pick([kind for kind in self.inner if kind not in ("item", "lend", "signal")]))
-            return tuple(self.steps)
-        finally:
-            self.steps = steps
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 

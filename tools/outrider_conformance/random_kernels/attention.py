@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,13 +13,13 @@ from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, TOKENS
 from outrider_conformance.random_kernels.problem import (
     MANY,
-    KernelProblems,
     Operand,
     Problem,
     RandomValues,
     Shape,
     among,
     between,
+    in_formats,
     kernel_call,
     row_counts,
 )
@@ -426,10 +425,4 @@ _CASES = (
         ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
     ),
 )
-ATTENTION = tuple(
-    KernelProblems(
-        name if cache is None else f"{name}, cache {cache}", partial(make, cache=cache), dimensions, corners, cache=cache
-    )
-    for name, make, dimensions, corners in _CASES
-    for cache in (None, *CACHE_FORMATS)
-)
+ATTENTION = tuple(problems for case in _CASES for problems in in_formats(*case, caches=(None, *CACHE_FORMATS)))

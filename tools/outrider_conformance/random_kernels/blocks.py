@@ -37,7 +37,6 @@ from outrider.device import (
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS
 from outrider_conformance.random_kernels.problem import (
-    Dimension,
     KernelProblems,
     Operand,
     Problem,
@@ -45,6 +44,7 @@ from outrider_conformance.random_kernels.problem import (
     Shape,
     among,
     between,
+    in_formats,
 )
 from outrider_conformance.random_kernels.quantized import random_matrix
 
@@ -344,26 +344,18 @@ def _without_key(name: str, corners: tuple[Shape, ...]) -> tuple[Shape, ...]:
     return tuple({key: each for key, each in corner.items() if key != name} for corner in corners)
 
 
-_Make = Callable[..., Problem]
-_KINDS: tuple[tuple[str, _Make, Mapping[str, Dimension], tuple[Shape, ...], tuple[str | None, ...]], ...] = (
-    ("attention_block", _attention_block, _ATTENTION, _without_key("tokens", _ATTENTIONS), (None, *CACHE_FORMATS)),
-    ("mlp_block", _mlp_block, _MLP, _MLPS, (None,)),
-    ("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, (None,)),
-)
+_FORMATS = (None, *QUANTIZED_FORMATS)
 BLOCKS = (
-    *(
-        KernelProblems(
-            ", ".join((name, *(() if format is None else (format,)), *(() if cache is None else (f"cache {cache}",)))),
-            partial(make, format=format) if cache is None else partial(make, format=format, cache=cache),
-            dimensions,
-            corners,
-            format=format,
-            cache=cache,
-        )
-        for name, make, dimensions, corners, caches in _KINDS
-        for format in (None, *QUANTIZED_FORMATS)
-        for cache in caches
+    *in_formats(
+        "attention_block",
+        _attention_block,
+        _ATTENTION,
+        _without_key("tokens", _ATTENTIONS),
+        weights=_FORMATS,
+        caches=(None, *CACHE_FORMATS),
     ),
+    *in_formats("mlp_block", _mlp_block, _MLP, _MLPS, weights=_FORMATS),
+    *in_formats("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, weights=_FORMATS),
     KernelProblems("recurrent_block", _recurrent_block, _RECURRENT, _RECURRENTS),
     KernelProblems("commit_recurrent", partial(_recurrent_block, committed=True), _RECURRENT, _RECURRENTS),
 )

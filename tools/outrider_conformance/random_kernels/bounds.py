@@ -8,6 +8,7 @@ the sum of magnitudes, which no order of summation exceeds in practice; never mo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ class Number:
 
     value: Tensor
     error: Tensor
+
+    def __getitem__(self, index: Any) -> Number:
+        """Return a part of the numbers, selected as in a tensor."""
+        return Number(self.value[index], self.error[index])
 
 
 def exact(x: Tensor) -> Number:
@@ -127,8 +132,7 @@ def rotate(x: Number, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Number:
     """
     turning = cos.shape[-1]
     if turning < x.value.shape[-1]:
-        first, rest = (Number(x.value[..., part], x.error[..., part]) for part in (slice(turning), slice(turning, None)))
-        first = rotate(first, cos, sin, dtype)
+        first, rest = rotate(x[..., :turning], cos, sin, dtype), x[..., turning:]
         return Number(torch.cat((first.value, rest.value), dim=-1), torch.cat((first.error, rest.error), dim=-1))
     half = x.value.shape[-1] // 2
     c, s = cos.double().unsqueeze(1), sin.double().unsqueeze(1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from outrider_conformance.random_kernels.problem import (
     Shape,
     among,
     between,
+    in_formats,
     kernel_call,
     row_counts,
 )
@@ -63,7 +63,7 @@ def _linear(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
     """Return the two halves of ``x`` along the last dimension."""
     size = x.value.shape[-1] // 2
-    return bounds.Number(x.value[..., :size], x.error[..., :size]), bounds.Number(x.value[..., size:], x.error[..., size:])
+    return x[..., :size], x[..., size:]
 
 
 def _tokens(shape: Shape, dice: RandomValues) -> Tensor:
@@ -158,8 +158,8 @@ def _drawn(
     make: Callable[..., Problem],
     *names: str,
     more: Sequence[Shape] = (),
-    format: str | None = None,
-) -> KernelProblems:
+    formats: Iterable[str | None] = (None,),
+) -> tuple[KernelProblems, ...]:
     known = {
         "tokens": TOKENS,
         "inner": _INNER,
@@ -181,21 +181,18 @@ def _drawn(
     tall = {**small, "tokens": 65, "layout": 2, "hidden": 576}
     one = {**large, "tokens": 1, "bias": 1, "layout": 0, "blocks": 0}
     corners = [{name: corner[name] for name in names} for corner in (small, large, tall, one, *more)]
-    dimensions = {name: known[name] for name in names}
-    if format is None:
-        return KernelProblems(kernel, make, dimensions, corners)
-    return KernelProblems(f"{kernel}, {format}", partial(make, format=format), dimensions, corners, format=format)
+    return in_formats(kernel, make, {name: known[name] for name in names}, corners, weights=formats)
 
 
 _FUSED = ("tokens", "inner", "outer", "vocabulary", "layout", "bias")
 DENSE = (
-    _drawn("linear", _linear, "tokens", "inner", "outer", "layout", "bias", "levels", more=(_DECODE, {**_DECODE, "bias": 1})),
-    *(
-        _drawn("fuse_embedding", _fuse_embedding, *_FUSED, *(("blocks", "zeros") if format else ()), format=format)
-        for format in (None, *QUANTIZED_FORMATS)
+    *_drawn(
+        "linear", _linear, "tokens", "inner", "outer", "layout", "bias", "levels", more=(_DECODE, {**_DECODE, "bias": 1})
     ),
-    _drawn("rms_norm", _rms_norm, "tokens", "heads", "hidden", "layout", "wide_norm"),
-    _drawn("add_rms_norm", _add_rms_norm, "tokens", "hidden", "layout", "wide_norm"),
-    _drawn("silu_mul", _silu_mul, "tokens", "outer", "layout"),
-    _drawn("sigmoid_mul", _sigmoid_mul, "tokens", "outer", "layout"),
+    *_drawn("fuse_embedding", _fuse_embedding, *_FUSED),
+    *_drawn("fuse_embedding", _fuse_embedding, *_FUSED, "blocks", "zeros", formats=QUANTIZED_FORMATS),
+    *_drawn("rms_norm", _rms_norm, "tokens", "heads", "hidden", "layout", "wide_norm"),
+    *_drawn("add_rms_norm", _add_rms_norm, "tokens", "hidden", "layout", "wide_norm"),
+    *_drawn("silu_mul", _silu_mul, "tokens", "outer", "layout"),
+    *_drawn("sigmoid_mul", _sigmoid_mul, "tokens", "outer", "layout"),
 )

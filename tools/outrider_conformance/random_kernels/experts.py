@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from outrider_conformance.random_kernels.problem import (
     Shape,
     among,
     between,
+    in_formats,
     kernel_call,
     row_counts,
 )
@@ -125,8 +125,7 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str |
     gates, outputs = gate_up.values.view(count, -1, hidden), down.values.view(count, hidden, inner)
 
     def one(expert: int, rows: Tensor) -> bounds.Number:
-        x = bounds.Number(inputs.value[rows], inputs.error[rows])
-        both = bounds.product(gate_up.operand(x), gates[expert], None, dtype)
+        both = bounds.product(gate_up.operand(inputs[rows]), gates[expert], None, dtype)
         activated = bounds.silu_mul(*halves(both), dtype)
         if active is not None:
             activated = bounds.rounded(requantized(activated, active, _DOWN_STEP), dtype)
@@ -180,17 +179,14 @@ EXPERTS = (
         ],
     ),
     KernelProblems("experts", _experts, _EXPERTS_SHAPE, _EXPERTS_CORNERS),
-    *(
-        KernelProblems(
-            f"experts_quantized, {format}",
-            partial(_experts, format=format),
-            _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG, "active": _FLAG},
-            [
-                {**corner, "blocks": number % 2, "zeros": number // 2, "active": number % 2}
-                for number, corner in enumerate(_ALIGNED_CORNERS)
-            ],
-            format=format,
-        )
-        for format in QUANTIZED_FORMATS
+    *in_formats(
+        "experts_quantized",
+        _experts,
+        _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG, "active": _FLAG},
+        [
+            {**corner, "blocks": number % 2, "zeros": number // 2, "active": number % 2}
+            for number, corner in enumerate(_ALIGNED_CORNERS)
+        ],
+        weights=QUANTIZED_FORMATS,
     ),
 )

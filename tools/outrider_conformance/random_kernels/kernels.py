@@ -96,8 +96,8 @@ def check_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> Non
     """Capture the call of ``problem`` with other values, replay it with the problem's values, and check the results."""
     backend = lab.backend
     inputs = {each: placed.view for each, placed in _place(lab, stream, _disturbed(problem)).items()}
-    values = lab.upload(stream, {each: operand.tensor for each, operand in problem.operands.items()})
-    right = _results(problem, KernelSet(), {each: operand.tensor.clone() for each, operand in problem.operands.items()})
+    values = lab.upload(stream, problem.tensors)
+    right = _results(problem, KernelSet(), problem.tensors)
     with backend.on(stream):
         outputs = {each: torch.zeros_like(result, device=backend.device) for each, result in right.items()}
     stream.synchronize()
@@ -118,8 +118,8 @@ def check_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> Non
 
 def check_dtypes(lab: Lab, stream: Stream, problem: Problem) -> None:
     """Run ``problem`` on ``stream``, and check that each result has the dtype of the reference's."""
-    right = problem.call(KernelSet(), {name: operand.tensor.clone() for name, operand in problem.operands.items()})
-    operands = lab.upload(stream, {name: operand.tensor for name, operand in problem.operands.items()})
+    right = problem.call(KernelSet(), problem.tensors)
+    operands = lab.upload(stream, problem.tensors)
     with lab.backend.on(stream):
         made = problem.call(lab.backend.kernels_in_use, operands)
     stream.synchronize()
@@ -133,7 +133,7 @@ def check_concurrent_calls(lab: Lab, problem: Problem) -> None:
     Both streams have many calls pending before the first one runs, so that the calls overlap.
     """
     a, b, gate = lab.streams("a", "b", "gate")
-    operands = lab.upload(a, {name: operand.tensor for name, operand in problem.operands.items()})
+    operands = lab.upload(a, problem.tensors)
     mirrored = {name: _halved(operand.tensor, (0, -1)) for name, operand in _disturbed(problem).items()}
     others = lab.upload(b, mirrored)
     made: list[dict[str, Tensor]] = []
@@ -173,7 +173,7 @@ def with_nan_row(problem: Problem, name: str) -> Problem:
         if key in problem.operands:  # a written operand, compared as a whole
             wanted[key] = Number(each.value.index_fill(0, torch.tensor([0]), torch.nan), each.error)
         else:
-            wanted[key] = Number(each.value[1:], each.error[1:])
+            wanted[key] = each[1:]
 
     def call(kernels: KernelSet, operands: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {key: result[1:] for key, result in problem.call(kernels, operands).items()}

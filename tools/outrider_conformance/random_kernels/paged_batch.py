@@ -35,8 +35,8 @@ from outrider_conformance.reporting.verdict import not_applicable
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 64
 SCALE = 0.125
-CONTEXTS = ((17, 40, 3), (61, 5, 16))
-"""Cached tokens of three sequences before their new tokens, for two batches in turn."""
+_GROWTHS = (0, 17, 40, 0)
+"""Tokens by which the sequences of a batch are longer than at first, in one call after the other."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _LENGTHS = "lengths"
 _EPS = 1e-5
@@ -48,7 +48,7 @@ class PagedBatch:
     """Operands of sequences that may grow by ``room`` tokens. Keys and values after that, and in page 0, are NaN.
 
     ``new`` and ``context`` are each sequence's new tokens and cached tokens before them, ``padding`` the rows after all
-    sequences. The default dtype is bfloat16, or float32 if bfloat16 isn't declared.
+    sequences.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PagedBatch:
         new: Sequence[int],
         context: Sequence[int],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         page_size: int = 16,
         room: int = 0,
         tree: bool = False,
@@ -66,8 +66,7 @@ class PagedBatch:
         padding: int = 0,
     ) -> None:
         self.lab, self.stream, self.new, self.window = lab, stream, tuple(new), window
-        self.dtype = dtype or (torch.bfloat16 if torch.bfloat16 in lab.backend.capabilities.dtypes else torch.float32)
-        self.page_size, self.uniform = page_size, len(set(new)) == 1 and not padding
+        self.dtype, self.page_size, self.uniform = dtype, page_size, len(set(new)) == 1 and not padding
         draw = torch.Generator().manual_seed(11)
         lengths = torch.tensor(self.lengths(context), dtype=torch.int32)
         columns = max(2, -(-(int(lengths.max()) + room) // page_size))
@@ -172,13 +171,13 @@ class PagedBatch:
         self.stream.synchronize()
         self.check(out, context, how)
 
-    def check_graph(self, captured: Sequence[int], contexts: Sequence[Sequence[int]], *, plans: bool = False) -> None:
-        """Capture attention once, and replay it for other contexts: rebind the host lengths, and renew the plan, before
-        each replay.
+    def check_graph(self, contexts: Sequence[Sequence[int]], *, plans: bool) -> None:
+        """Capture attention for the first of ``contexts``, and replay it for each: rebind host lengths, and renew the plan
+        if ``plans``, before each replay.
         """
         backend, stream = self.lab.backend, self.stream
         follow = self.planned if plans else self.grown
-        metadata = follow(captured)
+        metadata = follow(contexts[0])
         with backend.on(stream):
             outputs = {"out": torch.zeros_like(self.made["q"][: sum(self.new)])}
         stream.synchronize()
@@ -187,7 +186,7 @@ class PagedBatch:
             own = replace(metadata, seq_lens_host=context.params[_LENGTHS]) if self.needs_host_lengths else metadata
             context.outputs["out"].copy_(self.attend(own))
 
-        params = {_LENGTHS: self.lengths(captured)} if self.needs_host_lengths else None
+        params = {_LENGTHS: self.lengths(contexts[0])} if self.needs_host_lengths else None
         graph = backend.capture("attention", fn, stream=stream, inputs=self.made, outputs=outputs, params=params)
         for context in contexts:
             follow(context)
@@ -196,38 +195,6 @@ class PagedBatch:
             graph.replay(stream)
             stream.synchronize()
             self.check(outputs["out"], context, f"in a graph, with {context} cached tokens")
-
-
-def planned_batch(lab: Lab, new: Sequence[int], window: int = 0) -> PagedBatch:
-    """Return a batch of three sequences on a new stream, with room for both of :data:`CONTEXTS`."""
-    (stream,) = lab.streams("s")
-    longest = [max(each) for each in zip(*CONTEXTS, strict=True)]
-    return PagedBatch(lab, stream, new, longest, window=window, room=1)
-
-
-def check_renewed(lab: Lab, new: Sequence[int], window: int = 0) -> None:
-    """Check attention with one plan: for a first batch, for a batch with other lengths, and for the first batch again."""
-    batch = planned_batch(lab, new, window)
-    for number, context in enumerate((*CONTEXTS, CONTEXTS[0])):
-        batch.check_call(batch.planned(context), context, f"planned for batch {number}")
-
-
-def check_planned_graph(lab: Lab) -> None:
-    """Capture attention once, and replay it for two batches whose plans replaced the captured plan in place."""
-    planned_batch(lab, (4, 4, 4)).check_graph((0, 0, 0), CONTEXTS, plans=True)
-
-
-def check_unplanned(lab: Lab) -> None:
-    """Call ``plan_attention`` without shapes on a new stream; attention must work with the returned metadata."""
-    batch = planned_batch(lab, (1, 1, 1))
-    (plan,) = lab.streams("plan")
-    batch.grown(CONTEXTS[0])
-    plan.wait(lab.record(batch.stream, "lengths"))
-    with lab.backend.on(plan):
-        planned = lab.backend.kernels_in_use.plan_attention(batch.metadata(batch.made), stream=plan)
-    assert isinstance(planned, AttentionMetadata), f"plan_attention returned a {type(planned).__name__}"
-    batch.stream.wait(lab.record(plan, "planned"))
-    batch.check_call(planned, CONTEXTS[0], "without a plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,17 +213,23 @@ class BatchShape:
         """Return the cached tokens of each sequence before the new ones."""
         return [int(count * backend.capabilities.page_size) for count in self.pages]
 
-    def batch(self, lab: Lab, dtype: torch.dtype, room: int = 0) -> PagedBatch:
-        """Return operands of this shape on a new stream, with the preferred page size."""
+    def growing_contexts(self, backend: Backend) -> list[list[int]]:
+        """Return the cached tokens of each sequence in batches whose lengths grow and shrink."""
+        return [[tokens + more for tokens in self.context(backend)] for more in _GROWTHS]
+
+    def batch(self, lab: Lab, dtype: torch.dtype | None = None) -> PagedBatch:
+        """Return operands of this shape on a new stream, with room to grow, the preferred page size, and ``dtype`` or the
+        first preferred dtype.
+        """
         (stream,) = lab.streams("s")
         return PagedBatch(
             lab,
             stream,
             self.new,
             self.context(lab.backend),
-            dtype=dtype,
+            dtype=dtype or preferred_dtypes(lab.backend)[0],
             page_size=lab.backend.capabilities.page_size,
-            room=room,
+            room=max(_GROWTHS) + 1,  # a second pass of a graph has one token more
             tree=self.tree,
             window=self.window,
             padding=self.padding,
@@ -281,6 +254,26 @@ def preferred_dtypes(backend: Backend) -> tuple[torch.dtype, ...]:
     return has.preferred_dtypes or tuple(sorted(has.dtypes, key=str))
 
 
+def check_renewed(lab: Lab, shape: BatchShape) -> None:
+    """Check attention with one plan for batches whose lengths grow and shrink."""
+    batch = shape.batch(lab)
+    for context in shape.growing_contexts(lab.backend):
+        batch.check_call(batch.planned(context), context, f"planned for {context} cached tokens")
+
+
+def check_unplanned(lab: Lab) -> None:
+    """Call ``plan_attention`` without shapes on a new stream; attention must work with the returned metadata."""
+    shape, (plan,) = SHAPES["decoding"], lab.streams("plan")
+    batch, context = shape.batch(lab), shape.context(lab.backend)
+    batch.grown(context)
+    plan.wait(lab.record(batch.stream, "lengths"))
+    with lab.backend.on(plan):
+        planned = lab.backend.kernels_in_use.plan_attention(batch.metadata(batch.made), stream=plan)
+    assert isinstance(planned, AttentionMetadata), f"plan_attention returned a {type(planned).__name__}"
+    batch.stream.wait(lab.record(plan, "planned"))
+    batch.check_call(planned, context, "without a plan")
+
+
 def check_block(lab: Lab, shape: BatchShape, *, quantized: bool) -> None:
     """Fail if the attention block of a layer doesn't call the kernel set that has attention of its own. ``quantized``: the
     weights of the block are quantised.
@@ -293,8 +286,8 @@ def check_block(lab: Lab, shape: BatchShape, *, quantized: bool) -> None:
     own = next((layer.name for layer in layers_of(kernels) if "paged_attention" in calls.overridden[layer.name]), None)
     if own is None:
         not_applicable("attention is the reference's")
-    dtype = preferred_dtypes(backend)[0]
-    batch = shape.batch(lab, dtype)
+    batch = shape.batch(lab)
+    dtype = batch.dtype
     hidden, tokens = HEADS * HEAD_SIZE, batch.made["q"].shape[0]
     metadata = batch.grown(shape.context(backend))
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -156,6 +157,11 @@ class Problem:
     """The check of results of which several are right; None if there is one right result."""
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The operands on the host by name, in memory that no other call has written."""
+        return {name: operand.tensor.clone() for name, operand in self.operands.items()}
+
+    @property
     def changed(self) -> frozenset[str]:
         """Names of the operands that the kernel may write."""
         return frozenset(self.operands) & frozenset(self.wanted)
@@ -199,6 +205,27 @@ class KernelProblems:
     """Format of quantised weights that the backend must declare."""
     cache: str | None = None
     """Format of a KV cache that the kernels must declare."""
+
+
+def in_formats(
+    kernel: str,
+    make: Callable[..., Problem],
+    dimensions: Mapping[str, Dimension],
+    corners: Sequence[Shape],
+    *,
+    weights: Iterable[str | None] = (None,),
+    caches: Sequence[str | None] = (None,),
+) -> tuple[KernelProblems, ...]:
+    """Return a kernel's problems for each format of ``weights`` with each format of ``caches``; None stands for the model's
+    dtype. ``make`` gets ``format`` and ``cache`` unless they are None.
+    """
+    found = []
+    for format, cache in itertools.product(weights, caches):
+        words = (kernel, format, None if cache is None else f"cache {cache}")
+        given = {name: value for name, value in (("format", format), ("cache", cache)) if value is not None}
+        name = ", ".join(word for word in words if word is not None)
+        found.append(KernelProblems(name, partial(make, **given), dimensions, corners, format=format, cache=cache))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight, Weigh
 from outrider.device.kernels.formats import INT8, ElementFormat
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.problem import (
-    KernelProblems,
     Operand,
     Problem,
     RandomValues,
     Shape,
     among,
     between,
+    in_formats,
     row_counts,
 )
 
@@ -166,7 +165,7 @@ def requantized(x: bounds.Number, elements: ElementFormat, scale: float) -> boun
     return bounds.Number(elements.round(steps) * scale, error)
 
 
-def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+def _linear_quantized(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, format: str) -> Problem:
     elements = QUANTIZED_FORMATS[format]
     active = activations_of(elements) if shape["active"] else None
     weight = random_matrix("own", shape["outer"], shape["inner"], shape, dtype, dice, format)
@@ -216,7 +215,4 @@ _CORNERS = (
 )
 
 
-QUANTIZED = tuple(
-    KernelProblems(f"linear_quantized, {format}", partial(_linear_quantized, format), _DIMENSIONS, _CORNERS, format=format)
-    for format in QUANTIZED_FORMATS
-)
+QUANTIZED = in_formats("linear_quantized", _linear_quantized, _DIMENSIONS, _CORNERS, weights=QUANTIZED_FORMATS)

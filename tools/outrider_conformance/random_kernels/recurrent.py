@@ -210,7 +210,7 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
         out = _of_tokens(bounds.rounded(bounds.Number(made, errors[0]), dtype), sequences)
         return Problem(operands, call, {"out": out, "state": _of_rows(bounds.Number(after, errors[1]))})
     out = _of_tokens(bounds.rounded(_with_error(made, steps, dtype), dtype), sequences)
-    wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.Number(out.value[defined], out.error[defined])}
+    wanted: dict[str, bounds.Number | Tensor] = {"out": out[defined]}
     wanted["state"] = _of_rows(_with_error(after, steps, dtype)) if writes else bounds.exact(operands["state"].tensor)
     return Problem(operands, call, wanted)
 

@@ -1,4 +1,4 @@
-"""Programs for two ranks: misuse, failing peers, reports to observers, fused kernels, and memory that ranks share."""
+"""Programs for two ranks: failing peers, fused kernels, and memory that ranks share."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from torch import Tensor
 from outrider.device import (
     CapabilityError,
     CollectiveError,
-    ConfigError,
     Group,
-    InterfaceError,
     KernelSet,
-    Reduction,
     Stream,
 )
 from outrider_conformance.lab import expect
-from outrider_conformance.observer_log import logged
 from outrider_conformance.ranks.programs import copy_to_device
 from outrider_conformance.ranks.runner import RankHandle
 
@@ -31,52 +27,6 @@ _MAX_OVERRUN_S = 20.0
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
-
-
-def misuse(rank: RankHandle) -> None:
-    """Check that calls with wrong operands raise before they enqueue work. The other rank makes the same mistakes."""
-    with closing(rank.group()) as group:
-        stream = rank.stream()
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            with rank.backend.on(stream):
-                return torch.zeros(shape, dtype=dtype, device=rank.backend.device)
-
-        x, other = empty(4), empty(3)
-        wrong: dict[str, Callable[[], None]] = {
-            "gathered into another shape": lambda: group.all_gather(empty(3, 4), x, stream=stream),
-            "scattered into another shape": lambda: group.reduce_scatter(other, empty(2, 4), stream=stream),
-            "a count that isn't a multiple of the group size": lambda: group.all_to_all(other, other, stream=stream),
-            "two dtypes": lambda: group.all_gather(empty(2, 4, dtype=torch.int32), x, stream=stream),
-            "a sum of booleans": lambda: group.all_reduce(empty(4, dtype=torch.bool), stream=stream),
-            "a strided tensor": lambda: group.all_reduce(empty(4, 4)[:, ::2], stream=stream),
-            "no such root": lambda: group.broadcast(x, root=2, stream=stream),
-            "a root before the first": lambda: group.broadcast(x, root=-1, stream=stream),
-            "a message to itself": lambda: group.send(x, to=rank.index, stream=stream),
-            "a message from a rank outside the group": lambda: group.receive(x, source=5, stream=stream),
-            "a tensor without memory": lambda: group.all_reduce(torch.zeros(4, device="meta"), stream=stream),
-        }
-        if rank.backend.device.type != "cpu":
-            wrong["a tensor of the host"] = lambda: group.all_reduce(torch.zeros(4), stream=stream)
-        for what, call in wrong.items():
-            _raises(InterfaceError, what, call)
-        expect(group.last_call, None, "the calls that were counted")
-        group.all_reduce(x, stream=stream)
-        stream.synchronize()
-    _raises(InterfaceError, "a closed group", lambda: group.all_reduce(x, stream=stream))
-    group.close()
-
-
-def bad_groups(rank: RankHandle) -> None:
-    """Check that ``create_group`` raises at once for ranks that cannot form a group."""
-    for what, ranks in (("ranks without this one", (7, 8)), ("one rank twice", (rank.index, rank.index)), ("no ranks", ())):
-        _raises(
-            ConfigError,
-            what,
-            lambda ranks=ranks: rank.backend.create_group(  # type: ignore[misc]
-                "bad", ranks=ranks, rank=rank.index, store=rank.store, timeout_s=1.0
-            ),
-        )
 
 
 def _raises(kind: type[Exception], what: str, call: Callable[[], object]) -> None:
@@ -158,39 +108,6 @@ def peer_is_late(rank: RankHandle) -> None:
             time.sleep(rank.timeout_s / 4)
         group.all_reduce(x, stream=stream)
         expect(lab.read_tensor(stream, x), 3.0, "the sum with a rank that was late")
-
-
-# -- tools -------------------------------------------------------------------------------------------------------------
-
-
-def calls_are_reported(rank: RankHandle) -> None:
-    """Check that an observer receives each call and decision in order, before the call waits for a peer."""
-    with closing(rank.group()) as group:
-        stream = rank.stream()
-        x, every = rank.lab.full(stream, 1), copy_to_device(rank, stream, torch.zeros(2, 64))
-        with logged(rank.backend) as log:
-            group.decide("bucket", 4)
-            group.all_reduce(x, stream=stream, reduction=Reduction.MAX)
-            group.decide("mode", "fused")
-            group.all_gather(every, x, stream=stream)
-            group.broadcast(x, root=0, stream=stream)
-            if rank.index == 0:
-                group.send(x, to=1, stream=stream)
-            else:
-                group.receive(x, source=0, stream=stream)
-            stream.synchronize()
-        plain = (None, None, None)
-        reads, writes = ((1, 0), (0, 1))[rank.index]
-        wanted = [
-            ("all", "bucket", 4),
-            ("all", "all_reduce", 1, 64, (Reduction.MAX, None, None), stream.name, 1, 1),
-            ("all", "mode", "fused"),
-            ("all", "all_gather", 2, 64, plain, stream.name, 1, 1),
-            ("all", "broadcast", 3, 64, (None, 0, None), stream.name, reads, writes),
-            ("all", ("send", "receive")[rank.index], 1, 64, (None, None, 1 - rank.index), stream.name, reads, writes),
-        ]
-        for found, expected in zip(log.collectives, wanted, strict=True):
-            expect(found, expected, "a report to the observer")
 
 
 # -- kernels, and memory of the peers ----------------------------------------------------------------------------------

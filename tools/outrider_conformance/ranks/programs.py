@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import CapabilityError, Graph, Group, InterfaceError, Reduction, Stream
-from outrider_conformance.lab import expect
+from outrider_conformance.lab import check_not_overridden, expect
 from outrider_conformance.ranks.runner import RankHandle
 
 _MODULUS = 7  # values and their sums stay integers that every dtype represents
@@ -163,6 +163,7 @@ def groups(rank: RankHandle) -> None:
     """
     stream = rank.stream()
     with closing(rank.group("whole")) as whole, closing(rank.group("twin")) as twin:
+        check_not_overridden(whole, Group)
         parts = [values(index, (5,), torch.float32) for index in range(rank.size)]
         if rank.index != 1:
             with closing(rank.group("outer", (2, 0))) as outer:

@@ -11,12 +11,13 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from math import sqrt
 from types import FrameType, MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -84,7 +85,6 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "MemoryInfo": "figures of `memory_info` in another unit, or of another device",
         "Observer": "accesses that aren't reported, or are reported with other addresses",
         "OutOfDeviceMemory": "`translate_error` doesn't recognise the driver's out-of-memory error",
-        "PinnedBuffer": "the memory is freed or reused while a copy uses it",
         "PluginInfo": "the statements of `backend_info` about this machine",
         "SpeculativeSync": "a declared step mode or exception that isn't true of the device; a kernel that is wrong "
         "in a batch; a wait that doesn't order",
@@ -147,10 +147,10 @@ def diagnose(checked: Promise | None, error: BaseException, phase: str = "call")
     ``checked`` is the promise that the test checks. The promise is broken if the test's own check failed. An exception from
     another place concerns the verb that raised it, and not the promise that the test would have checked later.
     """
-    named: Promise | None = getattr(error, "promise", None)  # the error names its promise
+    cause = error.__cause__
+    named: Promise | None = getattr(error, "promise", None) or getattr(cause, "promise", None)  # the error names its promise
     if named is not None:
         return Diagnosis(named, causes=_causes(named, None))
-    cause = error.__cause__
     if isinstance(error, AssertionError) and cause is not None and not isinstance(cause, AssertionError):
         error = cause  # the error in the failing schedule
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -265,12 +265,6 @@ def tracing_verbs() -> Generator[set[str]]:
     The public methods of the interface are replaced inside the scope: each one calls the plugin's method of its name.
     """
     called: set[str] = set()
-    originals = [
-        (base, name, method)
-        for base in VERBS
-        for name, method in vars(base).items()
-        if callable(method) and not name.startswith("_") and hasattr(base, f"_{name}")
-    ]
 
     def traced(verb: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -280,13 +274,12 @@ def tracing_verbs() -> Generator[set[str]]:
 
         return call
 
-    try:
-        for base, name, method in originals:
-            setattr(base, name, traced(f"{base.__name__}._{name}", method))
+    with ExitStack() as stack:
+        for base in VERBS:
+            for name, method in list(vars(base).items()):
+                if callable(method) and not name.startswith("_") and hasattr(base, f"_{name}"):
+                    stack.enter_context(patch.object(base, name, traced(f"{base.__name__}._{name}", method)))
         yield called
-    finally:
-        for base, name, method in originals:
-            setattr(base, name, method)
 
 
 def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ import pytest
 from outrider_conformance.kernel_calls import merged
 from outrider_conformance.kit import Kit, host_facts
 from outrider_conformance.levels import LEVELS, REPORTED, parse_level
-from outrider_conformance.reporting.causes import ranked_causes, summary_lines
-from outrider_conformance.reporting.report import complete, levels_of
+from outrider_conformance.reporting.causes import grouped, ranked_causes, summary_lines
+from outrider_conformance.reporting.report import FORMAT, levels_of, reached, seal, suite_hash
 from outrider_conformance.reporting.verdict import VERDICT, Verdict, verdict_entry
 from outrider_conformance.run import UNWRITTEN
 
@@ -134,17 +134,29 @@ class ReportRecorder:
 
     def report(self) -> dict[str, Any]:
         """Return the report of all recorded tests with its seal."""
-        return complete(
-            kit=self._kit,
-            host=host_facts(),
-            facts=self._facts or dict(self._kit.facts),
-            level=self._level(),
-            tests=(tests := list(self._tests())),
-            causes=ranked_causes(tests, self._verbs),
-            calls=merged(self._calls),
-            command=self._config.getoption("--kit-command") or " ".join(["pytest", *sys.argv[1:]]),
-            started=self._started,
-            seconds=time.perf_counter() - self._clock,
+        facts, host, level = self._facts or dict(self._kit.facts), host_facts(), self._level()
+        tests = sorted(self._tests(), key=lambda test: (test["level"], test["id"]))
+        tier = {**facts.get("tier", {"kind": "not run", "device": ""}), "date": self._started.date().isoformat()}
+        return seal(
+            {
+                "format": FORMAT,
+                "kit": {"version": host["outrider"], "suite": suite_hash()},
+                "backend": self._kit.described(),
+                "host": host,
+                "tier": tier,
+                **{key: facts.get(key) for key in ("device", "versions", "capabilities", "kernels")},
+                "command": self._config.getoption("--kit-command") or " ".join(["pytest", *sys.argv[1:]]),
+                "started": self._started.isoformat(timespec="seconds"),
+                "seconds": round(time.perf_counter() - self._clock, 2),
+                "level": f"L{level}",
+                "reached": reached(tests, level),
+                "levels": levels_of(tests, level),
+                "kernel_calls": merged(self._calls),
+                "figures": [figure for test in tests for figure in test["figures"]],
+                "causes": ranked_causes(tests, self._verbs),
+                "failures": grouped(tests),
+                "tests": tests,
+            }
         )
 
     def _level(self) -> int:

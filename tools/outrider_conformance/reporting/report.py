@@ -1,4 +1,4 @@
-"""Compose, seal and verify reports of the suite.
+"""Seal and verify reports of the suite.
 
 The seal is a hash of the report's content, and anyone can compute it again. It shows that a report is unchanged and which
 version of the kit made it. It is no signature: it doesn't identify the author.
@@ -12,56 +12,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.device.errors import ConfigError
 from outrider_conformance.levels import LEVELS, MODULES, REPORTED, SUITE, level_of
-from outrider_conformance.reporting.causes import grouped
-
-if TYPE_CHECKING:
-    from outrider_conformance.kit import Kit
 
 FORMAT = 1
 PASSED, WAIVED, FAILED, NOT_RUN = "passed", "passed with waivers", "failed", "not run"
-
-
-def complete(
-    *,
-    kit: Kit,
-    host: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    level: int,
-    tests: Sequence[Mapping[str, Any]],
-    causes: Sequence[Mapping[str, Any]],
-    calls: Sequence[Mapping[str, Any]],
-    command: str,
-    started: datetime.datetime,
-    seconds: float,
-) -> dict[str, Any]:
-    """Assemble the report of a run from the results of its tests, and seal the report."""
-    ordered = sorted(tests, key=lambda test: (test["level"], test["id"]))
-    tier = {**facts.get("tier", {"kind": "not run", "device": ""}), "date": started.date().isoformat()}
-    return seal(
-        {
-            "format": FORMAT,
-            "kit": {"version": host["outrider"], "suite": suite_hash()},
-            "backend": kit.described(),
-            "host": dict(host),
-            "tier": tier,
-            **{key: facts.get(key) for key in ("device", "versions", "capabilities", "kernels")},
-            "command": command,
-            "started": started.isoformat(timespec="seconds"),
-            "seconds": round(seconds, 2),
-            "level": f"L{level}",
-            "reached": reached(ordered, level),
-            "levels": levels_of(ordered, level),
-            "kernel_calls": [dict(row) for row in calls],
-            "figures": [figure for test in ordered for figure in test["figures"]],
-            "causes": [dict(cause) for cause in causes],
-            "failures": grouped(ordered),
-            "tests": [dict(test) for test in ordered],
-        }
-    )
 
 
 def levels_of(tests: Sequence[Mapping[str, Any]], level: int) -> dict[str, dict[str, str]]:

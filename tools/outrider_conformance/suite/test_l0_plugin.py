@@ -26,7 +26,7 @@ from outrider.device import (
     CapabilityError,
     ConfigError,
     Event,
-    InterfaceError,
+    Flag,
     KernelSet,
     OutriderError,
     Recompute,
@@ -39,7 +39,7 @@ from outrider.registry.backends import KERNELS_OPTION
 from outrider_conformance.commands.ci_matrix import declaration_fault
 from outrider_conformance.exceptions import builtin_exceptions, error_of
 from outrider_conformance.kit import Kit
-from outrider_conformance.lab import expect
+from outrider_conformance.lab import check_not_overridden, expect
 from outrider_conformance.promises import promise
 from outrider_conformance.reporting.verdict import not_applicable
 
@@ -303,20 +303,6 @@ def test_kernels_are_constant(backend: Backend) -> None:
     assert backend.kernels.name.strip()
 
 
-@promise("Backend.use_kernels", "Call it once, before a model is loaded.")
-def test_kernels_can_be_chosen_once(kit: Kit) -> None:
-    """Chosen kernels are in use, the device's own kernels stay available, and a second choice is refused."""
-    options = {key: value for key, value in kit.spec.options.items() if key != "kernels"}
-    backend = kit.registry.create(replace(kit.spec, options=options))
-    own, chosen = backend.kernels, KernelSet()
-    assert backend.kernels_in_use is own, "kernels are in use although none were chosen"
-    backend.use_kernels(chosen)
-    assert backend.kernels_in_use is chosen
-    assert backend.kernels is own
-    with pytest.raises(InterfaceError):
-        backend.use_kernels(KernelSet())
-
-
 @promise("Backend.speculative_sync", "Return the policy of this device. Constant over the backend's life.")
 def test_the_policy_is_well_formed(backend: Backend) -> None:
     """Each declaration of the policy has its type, and none contradicts the capabilities."""
@@ -342,22 +328,12 @@ def test_the_policy_is_well_formed(backend: Backend) -> None:
 @promise("Backend", "The public methods check the rules and report to an attached observer, then call the vendor's verb.")
 def test_no_checked_method_is_overridden(backend: Backend) -> None:
     """The plugin overrides no public verb. It implements the underscored verbs, so that no check is lost."""
-    stream, event = backend.create_stream("s"), backend.create_event("e")
-    kept: list[tuple[object, type, tuple[str, ...]]] = [
-        (stream, Stream, ("record", "wait", "synchronize", "query")),
-        (event, Event, ("query", "synchronize", "synchronize_within", "elapsed_ms", "generation")),
-        (
-            backend,
-            Backend,
-            (
-                *("on", "create_event", "create_flag", "synchronize", "delay", "empty_pinned", "copy_async"),
-                *("keep_alive", "release_finished", "capture", "capturing", "check_not_capturing", "guard", "streams"),
-            ),
-        ),
-    ]
-    for thing, base, names in kept:
-        lost = [name for name in names if getattr(type(thing), name) is not getattr(base, name)]
-        assert not lost, f"{type(thing).__name__} overrides {', '.join(lost)}: implement {', '.join(f'_{n}' for n in lost)}"
+    check_not_overridden(backend.create_stream("s"), Stream)
+    check_not_overridden(backend.create_event("e"), Event, "generation")
+    check_not_overridden(backend, Backend, "keep_alive", "release_finished", "streams", "use_kernels", "kernels_in_use")
+    check_not_overridden(backend, Backend, "capturing", "check_not_capturing", "guard")
+    if backend.capabilities.flags:
+        check_not_overridden(backend.create_flag("f"), Flag)
 
 
 @promise("CapabilityError", "An ability was asked for that the backend doesn't declare.")

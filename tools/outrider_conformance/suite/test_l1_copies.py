@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.device import Backend
+from outrider.device import Backend, Stream
 from outrider_conformance.lab import CALLS, WIDTH, Lab, expect, in_every_order, observing
 from outrider_conformance.programs.language import pattern
 from outrider_conformance.promises import needs, promise
@@ -26,9 +26,14 @@ implementations there.
 """
 _FEW_COPIES = 1 << 18
 """Number of elements from which on one copy is made instead of several."""
+_FAR = 2**24 + 1
+"""An offset in bytes and elements beyond the limits of 24-bit registers and of integers in float32."""
+_KINDS = ("to the host", "on the device", "to the device")
 _VIEWS = 160
 """Number of random copies: half of them on the device, a quarter to the host and a quarter to the device."""
 _PENDING_VIEWS = 16
+_PERIOD = 4093
+"""Number of elements after which the contents of a tensor repeat; a prime."""
 _VIEW_SIZES = (0, 1, 2, 2, 3, 3, 5, 8)
 
 
@@ -61,25 +66,6 @@ def test_pinned_and_pageable_are_told_apart(backend: Backend) -> None:
     if not backend.is_host(torch.ones(1)):
         not_applicable("the device computes in host memory: all of it is reached without a detour")
     assert not backend.is_pinned(torch.ones(8)), "pageable memory is taken for pinned"
-
-
-@promise("Backend.copy_async", "device to device, pinned host to device, or back.")
-@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_bytes_arrive(lab: Lab, dtype: torch.dtype) -> None:
-    """A round trip from the host over two device tensors returns the same bytes."""
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    up, down = backend.empty_pinned("up", (4, 6), dtype), backend.empty_pinned("down", (4, 6), dtype)
-    up.tensor.copy_((torch.arange(24) % 7).reshape(4, 6).to(dtype))
-    down.tensor.zero_()
-    with backend.on(stream):
-        here = torch.zeros(4, 6, dtype=dtype, device=backend.device)
-        there = torch.zeros(4, 6, dtype=dtype, device=backend.device)
-    backend.copy_async(here, up.tensor, stream=stream)
-    backend.copy_async(there, here, stream=stream)
-    backend.copy_async(down.tensor, there, stream=stream)
-    stream.synchronize()
-    expect(down.tensor.tolist(), up.tensor.tolist(), f"a round trip of {dtype}")
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
@@ -139,7 +125,7 @@ def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
 
 @needs("asynchronous")
 @promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
-@pytest.mark.parametrize("direction", ["to the host", "to the device", "on the device"])
+@pytest.mark.parametrize("direction", _KINDS)
 def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
     """The call of a copy after slow work returns while that work runs, for short, long and empty copies."""
 
@@ -158,50 +144,6 @@ def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
     for width in (*_LENGTHS, *([0] if direction == "on the device" else [])):
         words = f"earlier work was always done after a copy of {width} numbers {direction}: the copy is synchronous"
         lab.check_in_some_order(observing(partial(is_pending, width)), words)
-
-
-@promise("Backend.copy_async", "device to device, pinned host to device, or back.")
-@pytest.mark.parametrize("length", _LENGTHS)
-def test_every_byte_of_a_long_copy_arrives(lab: Lab, length: int) -> None:
-    """A round trip over two device tensors, from the second element on, returns every element and changes no other."""
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    up, down = (backend.empty_pinned(name, (length + 2,), torch.int32).tensor for name in ("up", "down"))
-    torch.arange(length + 2, out=up)
-    down.fill_(-1)
-    with backend.on(stream):
-        here, there = (torch.full((length + 2,), -1, dtype=torch.int32, device=backend.device) for _ in range(2))
-    for destination, source in ((here, up), (there, here), (down, there)):
-        backend.copy_async(destination[1:-1], source[1:-1], stream=stream)
-    stream.synchronize()
-    right = down == up
-    right[0], right[-1] = down[0] == -1, down[-1] == -1
-    assert right.all(), f"{int((~right).sum())} of {length} elements are wrong, the first at {int((~right).nonzero()[0])}"
-
-
-@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
-@pytest.mark.parametrize("where", ["on the device", "to the host", "to the device"])
-def test_copies_reach_far_into_a_tensor(lab: Lab, where: str) -> None:
-    """Copies work beyond 2**24 bytes and elements, the limits of 24-bit registers and of integers in float32."""
-    backend = lab.backend
-    far, count = 2**24 + 1, 67
-    (stream,) = lab.streams("s")
-    large = lab.full(stream, 1, dtype=torch.uint8, width=far + count)
-    small = lab.full(stream, 2, dtype=torch.uint8, width=count)
-    pinned = backend.empty_pinned("p", (count,), torch.uint8).tensor
-    pinned.fill_(3)
-    if where == "to the host":
-        with backend.on(stream):
-            large[far:].fill_(5)
-        backend.copy_async(pinned, large[far:], stream=stream)
-        stream.synchronize()
-        expect(set(pinned.tolist()), {5}, "what a copy read far into a tensor")
-        return
-    backend.copy_async(large[far:], small if where == "on the device" else pinned, stream=stream)
-    stream.synchronize()
-    found = large.cpu()
-    expect(set(found[far:].tolist()), {2 if where == "on the device" else 3}, "what a copy wrote far into a tensor")
-    expect(bool((found[:far] == 1).all()), True, "that everything before it stayed as it was")
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
@@ -224,6 +166,49 @@ _View = tuple["partial[Tensor]", Tensor]
 """A function that returns a view of a tensor with one dimension, and the contents of that tensor."""
 
 
+def _view(shape: Sequence[int], strides: Sequence[int], offset: int, count: int, seed: int, dtype: torch.dtype) -> _View:
+    """Return a view of a tensor of ``count`` elements."""
+    repeated = pattern(seed, min(count, _PERIOD), dtype).repeat(-(-count // _PERIOD))[:count]
+    return partial(torch.as_strided, size=shape, stride=strides, storage_offset=offset), repeated
+
+
+def _check_copies(lab: Lab, stream: Stream, copies: Sequence[tuple[str, _View, _View]]) -> bool:
+    """Enqueue copies of these kinds to and from these views after slow work, and check each byte of the written tensors.
+    Return True if the earlier work was pending after the calls.
+    """
+    backend = lab.backend
+
+    def allocate(contents: Tensor, pinned: bool) -> Tensor:
+        if pinned:
+            return backend.empty_pinned("view", tuple(contents.shape), contents.dtype).tensor.copy_(contents)
+        return lab.upload(stream, {"bytes": contents.view(torch.uint8)})["bytes"].view(contents.dtype)
+
+    written = [allocate(contents, kind == "to the host") for kind, (_, contents), _ in copies]
+    read = [allocate(contents, kind == "to the device") for kind, _, (_, contents) in copies]
+    lab.slow(stream)
+    busy = lab.record(stream, "busy")
+    for (_, (to, _), (source, _)), destination, origin in zip(copies, written, read, strict=True):
+        backend.copy_async(to(destination), source(origin), stream=stream)
+    pending = not busy.query()
+    stream.synchronize()
+    for (kind, (to, before), (source, contents)), found in zip(copies, written, strict=True):
+        to(wanted := before.clone()).copy_(source(contents))
+        wrong = (found.view(torch.uint8).cpu() != wanted.view(torch.uint8)).nonzero().flatten().tolist()
+        what = f"a copy {kind} in {found.dtype} from {source.keywords} to {to.keywords}"
+        assert not wrong, f"{what}: {len(wrong)} bytes of the whole tensor are wrong, the first is byte {wrong[0]}"
+    return pending
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_byte_of_a_long_copy_arrives(lab: Lab, kind: str) -> None:
+    """Long copies, and a copy that begins far into a tensor, move every element and change no other."""
+    (stream,) = lab.streams("s")
+    for dtype, length, first in (*((torch.float32, length, 1) for length in _LENGTHS), (torch.uint8, 67, _FAR)):
+        to, source = (_view((length,), (1,), first, first + length + 1, seed, dtype) for seed in range(2))
+        _check_copies(lab, stream, [(kind, to, source)])
+
+
 def _random_view(draw: random.Random, shape: Sequence[int], dtype: torch.dtype, *, repeats: bool, dense: bool) -> _View:
     """Return a random view. ``repeats``: dimensions may have stride 0. ``dense``: the view is contiguous."""
     strides, span, offset = [0] * len(shape), 1 if dense else draw.choice((1, 1, 1, 2)), draw.randrange(4)
@@ -232,8 +217,7 @@ def _random_view(draw: random.Random, shape: Sequence[int], dtype: torch.dtype, 
         if not (repeats and draw.random() < 0.2):
             strides[dimension] = span
             span = span * max(shape[dimension], 1) + (0 if dense else draw.choice((0, 1, 1, 3)))
-    view = partial(torch.as_strided, size=shape, stride=strides, storage_offset=offset)
-    return view, pattern(draw.randrange(_VIEWS), offset + span + draw.randrange(3), dtype)
+    return _view(shape, strides, offset, offset + span + draw.randrange(3), draw.randrange(_VIEWS), dtype)
 
 
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
@@ -247,38 +231,16 @@ def test_random_views_are_copied(lab: Lab) -> None:
     dtypes = [*_DTYPES, *_VIEW_DTYPES, *({torch.float64} & backend.capabilities.dtypes)]
     (stream,) = lab.streams("s")
     copies = []
-    for kind in ("on the device", "to the host", "on the device", "to the device") * (_VIEWS // 4):
+    for kind in ("on the device", *_KINDS) * (_VIEWS // 4):
         dtype, dense = draw.choice(dtypes), kind != "on the device"
         sizes = [draw.choice(_VIEW_SIZES) for _ in range(draw.choice((0, 1, 1, 2, 2, 2, 3, 4, 5)))]
         shape = [draw.choice((0, 1, 257, 1030))] if len(sizes) == 1 else sizes
         to = _random_view(draw, shape, dtype, repeats=False, dense=dense)
         copies.append((kind, to, _random_view(draw, shape, dtype, repeats=not dense, dense=dense)))
-
-    def allocate(contents: Tensor, pinned: bool) -> Tensor:
-        if pinned:
-            return backend.empty_pinned("view", tuple(contents.shape), contents.dtype).tensor.copy_(contents)
-        return lab.upload(stream, {"bytes": contents.view(torch.uint8)})["bytes"].view(contents.dtype)
-
-    def is_pending(some: Sequence[tuple[str, _View, _View]]) -> bool:
-        written = [allocate(contents, kind == "to the host") for kind, (_, contents), _ in some]
-        read = [allocate(contents, kind == "to the device") for kind, _, (_, contents) in some]
-        lab.slow(stream)
-        busy = lab.record(stream, "busy")
-        for (_, (to, _), (source, _)), destination, origin in zip(some, written, read, strict=True):
-            backend.copy_async(to(destination), source(origin), stream=stream)
-        pending = not busy.query()
-        stream.synchronize()
-        for (kind, (to, before), (source, contents)), found in zip(some, written, strict=True):
-            to(wanted := before.clone()).copy_(source(contents))
-            wrong = (found.view(torch.uint8).cpu() != wanted.view(torch.uint8)).nonzero().flatten().tolist()
-            what = f"a copy {kind} in {found.dtype} from {source.keywords} to {to.keywords}"
-            assert not wrong, f"{what}: {len(wrong)} bytes of the whole tensor are wrong, the first is byte {wrong[0]}"
-        return pending
-
     words = "a copy always waited for earlier work: with strides or an offset, or in a rare dtype, it is synchronous"
     for first in range(0, _VIEWS, _PENDING_VIEWS):
-        some = copies[first : first + _PENDING_VIEWS]
+        check = partial(_check_copies, lab, stream, copies[first : first + _PENDING_VIEWS])
         if lab.asynchronous and backend.control is None:
-            lab.check_in_some_order(observing(partial(is_pending, some)), words)
+            lab.check_in_some_order(observing(check), words)
         else:
-            is_pending(some)
+            check()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from outrider.device import Backend
 from outrider_conformance.lab import Lab, expect, in_every_order
 from outrider_conformance.promises import blamed_on, needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
@@ -151,6 +150,7 @@ def test_streams_are_dropped_with_work_of_theirs_pending(lab: Lab) -> None:
 @promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
 @pytest.mark.parametrize("how", ["between each other", "behind each other"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+@in_every_order(schedules=4)
 def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype: torch.dtype, how: str) -> None:
     """Two streams concurrently write neighbouring elements of one tensor.
 
@@ -160,36 +160,33 @@ def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype
         not_applicable(f"{dtype} isn't declared")
     count, cut = 255, 127  # no whole words of any size
     ours, theirs = (slice(0, None, 2), slice(1, None, 2)) if how.startswith("between") else (slice(cut), slice(cut, None))
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        pinned = backend.empty_pinned("of both", (count,), dtype).tensor
-        x, first, second = (lab.full(a, value, dtype=dtype, width=count) for value in (0, 3, 5))
-        for number in range(_ROUNDS):
-            lab.slow(a)
-            b.wait(lab.record(a))  # both begin at one moment
-            for turn in range(_WRITES):
-                with backend.on(a):
-                    x[ours].fill_(turn + number)
-                backend.copy_async(x[ours], first[ours], stream=a)
-                if turn % 2 == 0:
-                    with backend.on(b):
-                        x[theirs].copy_(second[theirs])
-                    backend.copy_async(x[theirs], second[theirs], stream=b)
-            if not how.startswith("between"):
-                backend.copy_async(pinned[theirs], second[theirs], stream=b)
-                backend.copy_async(pinned[ours], first[ours], stream=a)
-            backend.synchronize()
-            found = x.cpu()
-            expect(set(found[ours].tolist()), {3}, "the elements that one stream wrote")
-            expect(set(found[theirs].tolist()), {5}, "the elements that the other stream wrote")
-            if not how.startswith("between"):
-                expect(pinned.tolist(), [3] * cut + [5] * (count - cut), "pinned memory that both streams copied to")
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    pinned = backend.empty_pinned("of both", (count,), dtype).tensor
+    x, first, second = (lab.full(a, value, dtype=dtype, width=count) for value in (0, 3, 5))
+    for number in range(_ROUNDS):
+        lab.slow(a)
+        b.wait(lab.record(a))  # both begin at one moment
+        for turn in range(_WRITES):
             with backend.on(a):
-                x.zero_()
-            a.synchronize()
-
-    lab.check_in_every_order(program, schedules=4)
+                x[ours].fill_(turn + number)
+            backend.copy_async(x[ours], first[ours], stream=a)
+            if turn % 2 == 0:
+                with backend.on(b):
+                    x[theirs].copy_(second[theirs])
+                backend.copy_async(x[theirs], second[theirs], stream=b)
+        if not how.startswith("between"):
+            backend.copy_async(pinned[theirs], second[theirs], stream=b)
+            backend.copy_async(pinned[ours], first[ours], stream=a)
+        backend.synchronize()
+        found = x.cpu()
+        expect(set(found[ours].tolist()), {3}, "the elements that one stream wrote")
+        expect(set(found[theirs].tolist()), {5}, "the elements that the other stream wrote")
+        if not how.startswith("between"):
+            expect(pinned.tolist(), [3] * cut + [5] * (count - cut), "pinned memory that both streams copied to")
+        with backend.on(a):
+            x.zero_()
+        a.synchronize()
 
 
 @promise("Stream", "A queue of device work that runs in the order in which it was enqueued.")

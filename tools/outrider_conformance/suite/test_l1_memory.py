@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, OutOfDeviceMemory
-from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order, in_some_order
+from outrider_conformance.lab import Lab, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 
 _MIB = 1 << 20
@@ -24,22 +24,6 @@ _MIB = 1 << 20
 
 class _Thing:
     """An object whose lifetime a test observes by a weak reference."""
-
-
-@promise("Stream", "A new stream is not ordered after work that other streams hold.")
-def test_allocations_do_not_overlap(lab: Lab) -> None:
-    """Forty tensors on two streams keep their own contents."""
-    backend = lab.backend
-    streams = lab.streams("a", "b")
-    made = []
-    for number in range(40):
-        stream = streams[number % 2]
-        with backend.on(stream):
-            made.append((number, torch.full((WIDTH,), float(number), device=backend.device)))
-    backend.synchronize()
-    expect(
-        [lab.current_values(tensor) for _, tensor in made], [float(number) for number, _ in made], "contents of forty tensors"
-    )
 
 
 @promise("MemoryInfo", "``total`` and ``free`` are 0 where the backend doesn't declare ``memory_limit``.")
@@ -122,39 +106,6 @@ def test_what_is_kept_alive_lives_until_the_event(lab: Lab) -> None:
     event.synchronize()
     expect(backend.release_finished(), 0, "holds that remain after their event")
     assert alive() is None, "the object is still held though its event has completed"
-
-
-@needs("asynchronous")
-@promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain. Never blocks;")
-@in_some_order("release_finished never left a pending hold: it blocks, or drops what is still needed")
-def test_releasing_does_not_block(lab: Lab) -> bool:
-    """A release call leaves a pending hold and returns at once."""
-    backend = lab.backend
-    a, x = lab.one_stream()
-    lab.fill_late(a, x, 1)
-    backend.keep_alive([x], until=lab.record(a))
-    return backend.release_finished() == 1
-
-
-@promise("Backend.keep_alive", "Use it to pass memory to another stream: the allocator can't reuse memory that is held.")
-@in_every_order()
-def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
-    """Memory that another stream still reads is not reused after its tensor is dropped."""
-    backend = lab.backend
-    a, b = lab.streams("a", "b")
-    y = lab.full(b, 0)
-    with backend.on(a):
-        given = torch.full((WIDTH,), 1.0, device=backend.device)
-    b.wait(lab.record(a, "given"))
-    lab.slow(b)
-    lab.copy(b, y, given)
-    backend.keep_alive([given], until=lab.record(b, "taken"))
-    del given
-    backend.release_finished()
-    with backend.on(a):
-        others = [torch.full((WIDTH,), 9.0, device=backend.device) for _ in range(8)]
-    expect(lab.read_tensor(b, y), 1.0, "what the other stream read from memory that was kept alive")
-    del others
 
 
 @promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain.")

@@ -74,6 +74,11 @@ def _in_scope(lab: Lab, a: Stream, b: Stream, e: Event) -> None:
         pass
 
 
+def _held(lab: Lab, a: Stream, b: Stream, e: Event) -> None:
+    lab.backend.keep_alive([object()], until=e)
+    lab.backend.release_finished()
+
+
 VERBS: Mapping[str, _Verb] = MappingProxyType(
     {
         "Stream.record": lambda lab, a, b, e: lab.record(a),
@@ -81,8 +86,7 @@ VERBS: Mapping[str, _Verb] = MappingProxyType(
         "Stream.query": lambda lab, a, b, e: a.query(),
         "Event.query": lambda lab, a, b, e: e.query(),
         "Backend.on": _in_scope,
-        "Backend.keep_alive": lambda lab, a, b, e: lab.backend.keep_alive([object()], until=e),
-        "Backend.release_finished": lambda lab, a, b, e: lab.backend.release_finished(),
+        "Backend.release_finished": _held,
         "Fence": _fenced,
     }
 )

@@ -10,23 +10,19 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
+from unittest.mock import call
 
 import pytest
 import torch
 
 from outrider.device import (
     Backend,
-    CapabilityError,
-    Event,
     InterfaceError,
-    StaleBufferError,
+    Observer,
     Stream,
-    StreamOrderError,
-    SynchronousCopyError,
 )
 from outrider.registry.probing import changed_state, process_state
-from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order
-from outrider_conformance.observer_log import ObserverLog, log_cache_write, logged
+from outrider_conformance.lab import WIDTH, Lab, expect, in_every_order, observed_calls
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 from outrider_conformance.suite import test_l1_events as events
@@ -38,31 +34,6 @@ from outrider_conformance.suite.test_l1_errors import WAITS
 from outrider_conformance.suite.test_l1_operators import VERBS
 
 
-@promise("Event.query", "Raises :class:`StreamOrderError` when the event was never recorded")
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda s, e: s.wait(e),
-        lambda s, e: e.query(),
-        lambda s, e: e.synchronize(),
-        lambda s, e: s.backend.keep_alive([object()], until=e),
-    ],
-    ids=["wait", "query", "synchronize", "keep_alive"],
-)
-def test_a_never_recorded_event_is_an_error(backend: Backend, use: Callable[[Stream, Event], object]) -> None:
-    """A wait or query of an event without a record raises, even if the driver accepts it."""
-    with pytest.raises(StreamOrderError):
-        use(backend.create_stream("s"), backend.create_event("e"))
-
-
-@promise("Stream.record", "Returns the generation, counted from 1.")
-def test_generations_are_counted(backend: Backend) -> None:
-    """Each record increases the generation by one, on any stream."""
-    first, second, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
-    found = [event.generation, first.record(event), second.record(event), first.record(event), event.generation]
-    expect(found, [0, 1, 2, 3, 3], "generations of three records")
-
-
 @promise("Backend.create_stream", "unique among the backend's streams.")
 def test_stream_names_are_unique(backend: Backend) -> None:
     """Eight streams created under one name have different names, by which reports and schedules refer to them."""
@@ -72,95 +43,17 @@ def test_stream_names_are_unique(backend: Backend) -> None:
     assert all(stream in backend.streams for stream in made), "backend.streams lacks streams that were made"
 
 
-@promise("Event.elapsed_ms", "Raises :class:`CapabilityError` unless both were made with ``timing=True``")
-def test_time_needs_timing_events(backend: Backend) -> None:
-    """Events without timing raise an error instead of returning an arbitrary time."""
-    stream, start, end = backend.create_stream("s"), backend.create_event("start"), backend.create_event("end")
-    stream.record(start)
-    stream.record(end)
-    stream.synchronize()
-    with pytest.raises(CapabilityError):
-        start.elapsed_ms(end)
-
-
-@promise("Backend.copy_async", "Raises :class:`InterfaceError` unless shape and dtype agree")
-def test_a_copy_that_casts_or_reshapes_is_refused(backend: Backend) -> None:
-    """A copy between different dtypes or shapes raises an error."""
-    stream = backend.create_stream("s")
-    with backend.on(stream):
-        source = torch.ones(4, device=backend.device)
-    for wrong in (torch.int32, torch.float64):
-        with pytest.raises(InterfaceError):
-            backend.copy_async(backend.empty_pinned("p", (4,), wrong).tensor, source, stream=stream)
-    with pytest.raises(InterfaceError):
-        backend.copy_async(backend.empty_pinned("p", (5,), torch.float32).tensor, source, stream=stream)
-
-
-@promise("Backend.copy_async", "where the device would silently make the copy synchronous")
-@pytest.mark.parametrize("direction", ["to the device", "to the host"])
-@pytest.mark.parametrize("kind", ["pageable", "strided", "strided device side"])
-def test_a_copy_that_would_block_is_refused(backend: Backend, kind: str, direction: str) -> None:
-    """A copy from or to pageable or strided memory, which drivers make synchronous, raises an error."""
-    if not backend.is_host(torch.ones(1)):
-        not_applicable("the device computes in host memory: no copy crosses between the two")
-    stream = backend.create_stream("s")
-    with backend.on(stream):
-        there = torch.ones(8, device=backend.device)
-    here = torch.ones(4) if kind == "pageable" else backend.empty_pinned("p", (8,), torch.float32).tensor[::2]
-    there = there[:4]
-    if kind == "strided device side":
-        here = backend.empty_pinned("p", (4,), torch.float32).tensor
-        with backend.on(stream):
-            there = torch.ones(8, device=backend.device)[::2]
-    pair = (there, here) if direction == "to the device" else (here, there)
-    with pytest.raises(SynchronousCopyError):
-        backend.copy_async(*pair, stream=stream)
-
-
-@promise(
-    "PinnedBuffer", ":meth:`read_generation` under an older generation raises instead of returning the data of a later use."
-)
-def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
-    """A read of a pinned buffer under an older generation raises an error."""
-    buffer = backend.empty_pinned("ring", (2,), torch.int64)
-    old = buffer.renew()
-    assert buffer.read_generation(old) is buffer.tensor
-    new = buffer.renew()
-    expect(new, old + 1, "the generation after a second renewal")
-    with pytest.raises(StaleBufferError):
-        buffer.read_generation(old)
-
-
 @promise("Backend.attach", "One observer at a time.")
 def test_one_observer_at_a_time(backend: Backend) -> None:
     """A second observer is refused until the first is detached. A new observer receives a report of each existing stream."""
     stream = backend.create_stream("early")
-    with logged(backend) as log:
-        assert ("stream", stream.name) in log.entries, "an observer isn't told of streams that existed before it"
+    with observed_calls(backend) as observer:
+        told = call.stream_created(stream) in observer.method_calls
+        assert told, "an observer isn't told of streams that existed before it"
         with pytest.raises(InterfaceError):
-            backend.attach(ObserverLog())
-    backend.attach(ObserverLog())
+            backend.attach(Observer())
+    backend.attach(Observer())
     backend.detach()
-
-
-@promise("Observer", "Receives what happens on a device.")
-def test_an_observer_sees_every_verb(backend: Backend) -> None:
-    """An observer receives records, waits, scopes and synchronisations in order, with their generations."""
-    a, b, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
-    with logged(backend) as log:
-        with backend.on(a):
-            pass
-        a.record(event)
-        a.record(event)
-        b.wait(event)
-        event.synchronize()
-        b.synchronize()
-        backend.synchronize()
-    wanted = [
-        *(("entered", "a"), ("left", "a"), ("recorded", "a", 1), ("recorded", "a", 2), ("waited", "b", 2)),
-        *(("event synchronized", 2), ("stream synchronized", "b"), ("device synchronized",)),
-    ]
-    expect([entry for entry in log.entries if entry[0] in {w[0] for w in wanted}], wanted, "what the observer saw")
 
 
 def _verbs(lab: Lab, a: Stream, b: Stream) -> dict[str, Callable[[], object]]:
@@ -229,13 +122,14 @@ def test_accesses_are_reported(backend: Backend) -> None:
     with backend.on(stream):
         source, destination = torch.ones(16, device=backend.device), torch.zeros(16, device=backend.device)
     stream.synchronize()
-    with logged(backend) as log, backend.on(stream):
+    with observed_calls(backend) as observer, backend.on(stream):
         destination.copy_(source)
+    operations = [operation for (operation,), _ in observer.launched.call_args_list]
     places = {"read": backend.locate(source), "write": backend.locate(destination)}
-    seen = {("write" if a.write else "read", a.storage, a.start, a.end) for o in log.operations for a in o.accesses}
+    seen = {("write" if a.write else "read", a.storage, a.start, a.end) for o in operations for a in o.accesses}
     for kind, place in places.items():
         assert (kind, place.storage, place.start, place.end) in seen, f"the {kind} of the copy wasn't reported: {seen}"
-    assert all(operation.stream == "s" for operation in log.operations), log.operations
+    assert all(operation.stream == "s" for operation in operations), operations
 
 
 @needs("reports_accesses")
@@ -256,12 +150,21 @@ def test_a_slice_is_located_inside_its_tensor(lab: Lab) -> None:
 )
 def test_rows_are_reported_exactly(backend: Backend) -> None:
     """A cache write is reported with the rows of its slots and no other rows."""
-    log, keys = log_cache_write(backend, (3, 6))
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        x, turn = torch.ones(2, 1, 4, device=backend.device), torch.ones(2, 4, device=backend.device)
+        keys, values = (torch.zeros(4, 2, 1, 4, device=backend.device) for _ in range(2))
+        slots = torch.tensor([3, 6], dtype=torch.int64, device=backend.device)
+    stream.synchronize()
+    with observed_calls(backend) as observer:
+        with backend.on(stream):
+            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, keys, values, slots)
+        stream.synchronize()
     place = backend.locate(keys)
     row = (place.end - place.start) // 8
     written = {
         ((a.start - place.start) // row, (a.end - place.start) // row)
-        for accesses in log.rows
+        for (_, accesses), _ in observer.rows_touched.call_args_list
         for a in accesses
         if a.storage == place.storage and a.write
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from outrider.device import Backend, CapabilityError, Event, Stream
 from outrider_conformance.exceptions import builtin_exceptions, error_of
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
-from outrider_conformance.promises import needs, promise
+from outrider_conformance.promises import blamed_on, needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 from outrider_conformance.suite.test_l1_errors import WAITS, query_until_done
 
@@ -59,17 +60,6 @@ def test_one_stream_keeps_its_order(lab: Lab) -> None:
         x.zero_()
     expect(lab.read_tensor(stream, y), 42.0, "1 doubled and increased by 1, 2, 3, 4 in turn")
     expect(lab.current_values(x), 0.0, "what was zeroed at the end")
-
-
-@promise("Stream.synchronize", "Block the calling thread until everything enqueued on this stream so far has run.")
-@in_every_order()
-def test_synchronize_waits_for_the_stream(lab: Lab) -> None:
-    """The last enqueued write is complete when the call returns."""
-    stream, x = lab.one_stream()
-    lab.fill_late(stream, x, 1)
-    stream.synchronize()
-    expect(lab.current_values(x), 1.0, "the last write before synchronize")
-    assert stream.query(), "query is False right after synchronize, with nothing enqueued since"
 
 
 def _create_streams(lab: Lab, count: int) -> list[Stream]:
@@ -336,23 +326,6 @@ def test_scopes_belong_to_their_thread(lab: Lab) -> None:
     expect(lab.read_tensor(theirs, z), 4.0, "work of the other thread, which must follow its own scope")
 
 
-@needs("stream_priorities")
-@promise(
-    "Capabilities.stream_priorities",
-    "``create_stream(priority=…)`` takes other values than 0; a lower number is more urgent.",
-)
-@in_every_order()
-def test_priorities_change_urgency_alone(lab: Lab) -> None:
-    """An urgent stream obeys waits like any other stream."""
-    backend = lab.backend
-    urgent, usual = backend.create_stream("urgent", priority=-1), backend.create_stream("usual")
-    expect(urgent.priority, -1, "the priority of an urgent stream")
-    x, y = lab.full(usual, 0), lab.full(urgent, 0)
-    lab.fill_late(usual, x, 1)
-    urgent.wait(lab.record(usual))
-    lab.expect_read(urgent, y, x, 1.0, "what the urgent stream read after its wait")
-
-
 @needs("perturbs_timing", "asynchronous")
 @promise("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks.")
 @in_some_order("a delayed stream is idle: delay does nothing, or blocks the host")
@@ -388,19 +361,28 @@ def test_any_thread_may_query(lab: Lab) -> None:
 
 
 @promise("Backend.on", "Place the calling thread's torch work on ``stream``")
-@pytest.mark.parametrize("wait", ["stream.synchronize", "event.synchronize", "backend.synchronize", "synchronize_within"])
+@pytest.mark.parametrize("wait", [name for name in WAITS if "synchronize" in name])
 @in_every_order()
-def test_the_host_waits_alike_in_every_scope(lab: Lab, wait: str) -> None:
-    """A host wait inside the scope of any stream waits for the named stream or event."""
+def test_a_host_wait_covers_the_latest_record(lab: Lab, wait: str) -> None:
+    """A host wait covers the latest record of an event, and all earlier work of its stream: outside of scopes, and inside the
+    scope of any stream.
+    """
     backend = lab.backend
     streams = lab.streams("a", "b", "c", "d")
-    x = lab.full(streams[0], 0)
-    for turn, scope in enumerate(streams, 1):
+    x, event = lab.full(streams[0], 0), lab.record(streams[0])
+
+    def check(turn: int, scope: AbstractContextManager[None], where: str) -> None:
         lab.fill_late(streams[0], x, turn)
-        event = lab.record(streams[0])
-        with backend.on(scope):
+        streams[0].record(event)
+        with scope:
             WAITS[wait](backend, streams[0], event)
-        expect(lab.current_values(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
+        expect(lab.current_values(x), float(turn), f"what the host read after waiting {where}")
+        assert event.query(), f"query is False right after the host has waited {where}"
+
+    with blamed_on(wait.capitalize()):
+        check(1, nullcontext(), "outside of scopes")
+    for turn, stream in enumerate(streams, 2):
+        check(turn, backend.on(stream), f"in the scope of {stream.name!r}")
 
 
 @promise("Backend", "*Threads.* Every method may be called from any thread.")

@@ -101,7 +101,7 @@ def test_tokens_are_the_same_in_every_order(lab: Lab) -> None:
     elif has.perturbs_timing and has.asynchronous:
         for seed in range(_JITTERS):
             try:
-                with engines.jittered(lab.backend.speculative_sync, seed, lab.delay_cycles // 8):
+                with engines.jittered(lab.backend.speculative_sync, seed, lab.delay_length // 8):
                     program(lab.backend)
             except AssertionError as error:
                 raise BrokenPromiseError(f"{error}\nwith delays around the fences, seed {seed}") from error

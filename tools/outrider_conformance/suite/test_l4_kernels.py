@@ -14,13 +14,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from outrider.device import (
-    CaptureContext,
-)
+from outrider.device import CaptureContext
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
 from outrider_conformance.promises import first_sentence, needs, promise
-from outrider_conformance.random_kernels.bounds import Number, compare
 from outrider_conformance.random_kernels.kernels import (
     KERNELS,
     check_concurrent_calls,
@@ -32,15 +29,12 @@ from outrider_conformance.random_kernels.kernels import (
     with_nan_row,
 )
 from outrider_conformance.random_kernels.paged_batch import (
-    CONTEXTS,
     SHAPES,
     PagedBatch,
     check_block,
     check_own_answers,
-    check_planned_graph,
     check_renewed,
     check_unplanned,
-    planned_batch,
     preferred_dtypes,
 )
 from outrider_conformance.random_kernels.problem import (
@@ -58,19 +52,6 @@ from outrider_conformance.reporting.verdict import not_applicable, refusals_left
 _COMPILED_DRAWS = 1
 _SHARES = 3
 """Number of dtypes that share the boundaries of a kernel."""
-_BATCH = {
-    "batch": 3,
-    "new": 1,
-    "context": 9,
-    "ragged": 0,
-    "tree": 0,
-    "window": 0,
-    "padding": 0,
-    "heads": 2,
-    "size": 0,
-    "page": 1,
-}
-"""The shape of an attention batch: three sequences with one new token each."""
 _DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -261,30 +242,6 @@ def test_a_pass_from_a_cut_on_has_the_bits_of_a_longer_pass(lab: Lab) -> None:
     check_equal_bits(lab, stream, "chunk_gated_delta_rule", lab.seed)
 
 
-@promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")
-def test_rows_do_not_influence_each_other(lab: Lab) -> None:
-    """The attention of a sequence does not change with the other sequences of the batch."""
-    (stream,) = lab.streams("s")
-    made = problem(KERNELS["paged_attention"], _BATCH, torch.float32, lab.seed)
-    host = {name: operand.tensor for name, operand in made.operands.items()}
-    operands = lab.upload(stream, host | {"q": torch.cat((host["q"][:1], torch.full_like(host["q"][1:], 50.0)))})
-    with lab.backend.on(stream):
-        out = made.call(lab.backend.kernels_in_use, operands)["out"]
-    stream.synchronize()
-    wanted = made.wanted["out"]
-    assert isinstance(wanted, Number)
-    compare(out[:1].cpu(), Number(wanted.value[:1], wanted.error[:1]), "the first sequence, with other neighbours")
-
-
-@promise("KernelSet", "Token rows beyond a batch's real tokens hold valid indices (row and page 0) and may compute anything")
-def test_padding_is_finite(lab: Lab) -> None:
-    """Rows of padding are finite, since following kernels add and normalise them."""
-    (stream,) = lab.streams("s")
-    check_problem(
-        lab, stream, problem(KERNELS["paged_attention"], {**_BATCH, "new": 5, "padding": 3}, torch.float32, lab.seed)
-    )
-
-
 @promise("KernelSet", "*Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.")
 def test_a_wrong_shape_raises(lab: Lab) -> None:
     """A wrong shape raises an error, and later work runs."""
@@ -314,10 +271,8 @@ def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> Non
 @pytest.mark.parametrize("shape", ["decoding", "a chain", "a tree"])
 def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
     """One captured call of attention is replayed for lengths that have grown since its capture."""
-    context = SHAPES[shape].context(lab.backend)
-    batch = SHAPES[shape].batch(lab, preferred_dtypes(lab.backend)[0], room=40)
     with refusals_left_out(lab.backend.capabilities):
-        batch.check_graph(context, [[tokens + more for tokens in context] for more in (0, 17, 40)])
+        SHAPES[shape].batch(lab).check_graph(SHAPES[shape].growing_contexts(lab.backend), plans=False)
     check_own_answers(lab.backend)
 
 
@@ -340,11 +295,10 @@ _SLACK_BYTES = 1 << 16
 
 
 @promise("KernelSet.plan_attention", "return the metadata with the plan.")
-@pytest.mark.parametrize("new", [(1, 1, 1), (4, 4, 4), (5, 1, 30)], ids=["decoding", "verifying", "ragged"])
-@pytest.mark.parametrize("window", [0, 8], ids=["all", "window"])
-def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -> None:
+@pytest.mark.parametrize("shape", ["decoding", "a chain", "a window", "a ragged prompt"])
+def test_a_plan_follows_its_batch(lab: Lab, shape: str) -> None:
     """One plan is renewed for a batch with other lengths, and attention with the renewed plan equals the reference."""
-    check_renewed(lab, new, window)
+    check_renewed(lab, SHAPES[shape])
 
 
 @promise(
@@ -352,9 +306,9 @@ def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -
     "The method then updates the plan in place, so that a graph captured with the plan computes this batch.",
 )
 def test_a_graph_follows_the_plan_that_it_was_captured_with(lab: Lab) -> None:
-    """A captured attention call computes two batches whose plans replaced the captured plan in place."""
+    """A captured attention call computes batches whose plans replaced the captured plan in place."""
     with refusals_left_out(lab.backend.capabilities):
-        check_planned_graph(lab)
+        SHAPES["a chain"].batch(lab).check_graph(SHAPES["a chain"].growing_contexts(lab.backend), plans=True)
 
 
 @promise("KernelSet.plan_attention", "without shapes, nothing is planned.")
@@ -368,8 +322,8 @@ def test_lengths_that_change_between_passes_of_a_graph_are_read_anew(lab: Lab) -
     """Two captured attention calls, as of two draft passes, each read the lengths that the graph wrote before it."""
     if lab.backend.kernels_in_use.plans_on_host:
         not_applicable("these kernels plan on the host, and passes of a draft aren't planned")
-    backend = lab.backend
-    batch = planned_batch(lab, (1, 1, 1))
+    backend, shape = lab.backend, SHAPES["decoding"]
+    batch = shape.batch(lab)
     metadata = batch.metadata(batch.made)
     with backend.on(batch.stream):
         outputs = {name: torch.zeros_like(batch.made["q"]) for name in ("first", "second")}
@@ -383,7 +337,7 @@ def test_lengths_that_change_between_passes_of_a_graph_are_read_anew(lab: Lab) -
 
     with refusals_left_out(backend.capabilities):
         graph = backend.capture("draft passes", fn, stream=batch.stream, inputs=inputs, outputs=outputs)
-    for context in (*CONTEXTS, CONTEXTS[0]):
+    for context in shape.growing_contexts(backend):
         with backend.on(batch.stream):
             inputs["lengths"].copy_(torch.tensor(batch.lengths(context), dtype=torch.int32))
         graph.replay(batch.stream)
@@ -400,7 +354,7 @@ def _held_bytes(lab: Lab, requests: int) -> int:
     (stream,) = lab.streams("s")
     backend.synchronize()
     before = backend.memory_info().allocated
-    batch = PagedBatch(lab, stream, (1,) * requests, context)
+    batch = PagedBatch(lab, stream, (1,) * requests, context, dtype=preferred_dtypes(backend)[0])
     planned = batch.planned(context)
     with backend.on(stream):
         batch.attend(planned)

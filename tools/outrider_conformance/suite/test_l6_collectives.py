@@ -171,25 +171,6 @@ def test_calls_in_a_capture_that_is_not_declared(kit: Kit, ranks: RankRunner) ->
 
 
 @needs("collectives")
-@promise("Group", "Wrong operands, another backend's stream and a closed group raise :class:`InterfaceError`")
-def test_misuse_raises_before_anything_is_sent(ranks: RankRunner) -> None:
-    """Wrong shapes, dtypes, strides, devices, roots and peers raise errors. A closed group can be closed again."""
-    ranks.run_program(faults.misuse, schedules=1)
-
-
-@needs("collectives")
-@promise(
-    "Backend.create_group",
-    "Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks"
-    " aren't distinct or don't include ``rank``, and :class:`CollectiveError` if a rank doesn't make the "
-    "call.",
-)
-def test_ranks_that_are_no_group(ranks: RankRunner) -> None:
-    """Ranks without this one, a repeated rank, and no ranks at all raise errors."""
-    ranks.run_program(faults.bad_groups, schedules=1)
-
-
-@needs("collectives")
 @promise(
     "Backend.create_group",
     "Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks"
@@ -224,10 +205,3 @@ def test_a_peer_that_is_late_is_waited_for(kit: Kit, ranks: RankRunner) -> None:
     if kit.open().control is not None:
         not_applicable("a simulated device has no clock")
     ranks.run_program(faults.peer_is_late, timeout_s=2.0)
-
-
-@needs("collectives")
-@promise("Observer.collective", "Reported before the call is enqueued")
-def test_tools_are_told(ranks: RankRunner) -> None:
-    """An observer receives calls and decisions in their order."""
-    ranks.run_program(faults.calls_are_reported, schedules=1)
