@@ -134,3 +134,9 @@ def test_the_reason_of_a_failure_has_the_notes_of_the_error():
     error = RuntimeError("invalid size")
     error.add_note("raised by rms_norm in torch.float32 of {'hidden': 37}")
     assert text_of(error) == "invalid size\nraised by rms_norm in torch.float32 of {'hidden': 37}"
+
+
+def test_the_page_is_green_only_if_all_requested_levels_are_passed(cpu_run):
+    green, red = '<span class="reached" style="--c:#1a7f37">', '<span class="reached" style="--c:#cf222e">'
+    assert green in page(cpu_run[1])
+    assert red in page({**cpu_run[1], "level": "L6", "reached": "L4"})

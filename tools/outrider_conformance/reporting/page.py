@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 from outrider.cli.terminal.files import write_whole
 from outrider_conformance.reporting.causes import cause_line
+from outrider_conformance.run import passed
 from outrider_trace.picture import html_page, prose
 
 _COLOURS = {
@@ -56,7 +57,7 @@ def page(report: Mapping[str, Any]) -> str:
         if reached == asked
         else f"{f'Passed up to {reached}' if reached else 'No level is passed'}; the levels up to {asked} were requested."
     )
-    colour = _COLOURS["passed" if _all_passed(reached, asked) else "failed"]
+    colour = _COLOURS["passed" if passed(report) else "failed"]
     # The name of a simulated device says that it is simulated.
     known = tier["device"].startswith(tier["kind"])
     device = tier["device"] if known else f"{tier['kind']}: {tier['device']}" if tier["device"] else tier["kind"]
@@ -226,10 +227,6 @@ def _waivers(tests: list[Mapping[str, Any]]) -> str:
 
 def _row(key: str, value: str) -> str:
     return f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>"
-
-
-def _all_passed(reached: str | None, asked: str) -> bool:
-    return reached is not None and int(reached[1:]) >= min(int(asked[1:]), 4)
 
 
 def _chip(key: str, value: bool) -> str:
