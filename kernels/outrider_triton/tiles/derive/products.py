@@ -261,7 +261,7 @@ def _streamed(
             each = -(-pairs // (facts.processors * waves * box)) * box
         inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, _PAIRS)
         # The tokens are loaded again for each tile.
-        has_tiles = operator == "linear" and m <= 16 and each >= 2 * _PAIRS
+        has_tiles = operator == "linear" and m <= 16 and 2 * _PAIRS <= each <= 4 * _PAIRS
         if inside % box or (is_unquantized and fold_factor == 2 and each > _PAIRS and not has_tiles):
             continue
         budgets = (facts.processor_shared // 2 - 1024,) if waves > 1 else _PIPELINE_BYTES[operator == "linear_add_scaled"]
