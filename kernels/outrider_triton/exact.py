@@ -231,4 +231,3 @@ class ExactKernels(TritonKernels, InvariantKernels):
     all_reduce_rms_norm = InvariantKernels.all_reduce_rms_norm
     attention_block, mlp_block = TritonKernels.attention_block, TritonKernels.mlp_block
     experts_block, recurrent_block = TritonKernels.experts_block, TritonKernels.recurrent_block
-    commit_recurrent = TritonKernels.commit_recurrent

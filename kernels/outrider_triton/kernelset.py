@@ -417,13 +417,13 @@ class TritonKernels(KernelSet):
         return self.mixtures.launch_quantized_experts(x, weights, chosen, gate_up, down, first, second)
 
     def short_convolution(
-        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
+        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, window: Tensor | None = None
     ) -> Tensor:
         """Compute the short convolution, with one program per block of tokens, block of channels and sequence."""
         if not has_kernel(x, weight, state) or x.stride(1) != 1 or not (weight.is_contiguous() and state.is_contiguous()):
-            return super().short_convolution(x, weight, state, batch, commit)
-        operands = x, weight, state, *batch.operands
-        return _TRITON.short_convolution.triton(*operands, commit, batch.settled and self.pdl, batch.uniform, self.pdl)  # type: ignore[no-any-return]
+            return super().short_convolution(x, weight, state, batch, window)
+        operands = x, weight, state, *batch.operands, batch.pending, window
+        return _TRITON.short_convolution.triton(*operands, batch.settled and self.pdl, batch.uniform, self.pdl)  # type: ignore[no-any-return]
 
     def gated_delta_rule(
         self,
@@ -433,13 +433,13 @@ class TritonKernels(KernelSet):
         dt_bias: Tensor,
         state: Tensor,
         batch: RecurrentBatch,
-        commit: Tensor | None = None,
+        updates: Tensor | None = None,
     ) -> Tensor:
         """Compute the rule token by token, one program per head and block of values."""
         if not _has_rule(mixed, gates, state):
-            return super().gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch, commit)
-        operands = mixed, gates, a_log, dt_bias, state, *batch.operands
-        return _TRITON.gated_delta_rule.triton(*operands, commit, batch.settled and self.pdl, batch.uniform, self.pdl)  # type: ignore[no-any-return]
+            return super().gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch, updates)
+        operands = mixed, gates, a_log, dt_bias, state, *batch.operands, batch.pending, updates
+        return _TRITON.gated_delta_rule.triton(*operands, batch.settled and self.pdl, batch.uniform, self.pdl)  # type: ignore[no-any-return]
 
     def chunk_gated_delta_rule(
         self, mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, batch: RecurrentBatch
@@ -512,19 +512,6 @@ class TritonKernels(KernelSet):
         rows = gated_heads(self, heads, values, block, tokens) if gate is None else heads.flatten(1)
         pending = self.fused.contribution(rows, block.output, block.output_bias, block.ranks, gate)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
-
-    def commit_recurrent(
-        self, kept: tuple[Tensor, Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
-    ) -> None:
-        """Commit both states in one kernel, which reads the convolution's results instead of convolving again."""
-        inputs, mixed, gates = kept
-        window, state, rule, batch = tokens.convolution, tokens.delta, block.rule, tokens.batch
-        is_laid_out = window.is_contiguous() and inputs.stride(1) == 1
-        if not _has_rule(mixed, gates, state) or not has_kernel(inputs, window) or not is_laid_out:
-            super().commit_recurrent(kept, block, tokens, counts)
-            return
-        operands = inputs, window, mixed, gates, rule.a_log, rule.dt_bias, state, *batch.operands, counts
-        _TRITON.commit_recurrent.triton(*operands, batch.settled and self.pdl, self.pdl)
 
     # -- selection of tokens ---------------------------------------------------------------------------------------
 

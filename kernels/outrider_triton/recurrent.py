@@ -19,12 +19,8 @@ _CHUNK = 64
 _CHUNK_VALUES_PER_PROGRAM = 32
 """Number of values of a head whose states one program carries from chunk to chunk."""
 _ROWS_PER_PROGRAM = 4
-_VALUES_PER_PROGRAM = 16
+_VALUES_PER_PROGRAM = 32
 """Number of values of a head whose states one warp holds in registers."""
-_MAX_REGISTERS = 128
-"""Registers of a thread with 64 cells of a state, on Hopper and later: 16 warps instead of 12 share a multiprocessor."""
-_UNLIMITED_PROGRAMS = 1536
-"""Number of programs up to which all run at the same time without the limit, which slows each of them."""
 
 
 def _convolution(
@@ -35,7 +31,8 @@ def _convolution(
     query_start: Tensor,
     seq_lens: Tensor,
     max_query: int,
-    commit: Tensor | None,
+    pending: Tensor | None,
+    window: Tensor | None,
     settled: bool,
     uniform: bool,
     pdl: bool,
@@ -48,8 +45,9 @@ def _convolution(
     launch(
         jit.short_convolution,
         (triton.cdiv(max_query, tokens), triton.cdiv(width, block), rows.shape[0]),
-        *(x, weight, state, rows, query_start, seq_lens, commit, out, x.stride(0), width, int(settled)),
+        *(x, weight, state, rows, query_start, seq_lens, pending, window, out, x.stride(0), width, int(settled)),
         KERNEL=weight.shape[1],
+        TOKENS=0 if window is None else window.shape[1],
         BLOCK_T=tokens,
         BLOCK_C=block,
         pdl=pdl,
@@ -58,7 +56,7 @@ def _convolution(
     return out
 
 
-define("short_convolution.triton", _convolution, writes=("state",))
+define("short_convolution.triton", _convolution, writes=("state", "window"))
 
 
 def _values(mixed: Tensor, state: Tensor) -> tuple[int, ...]:
@@ -82,76 +80,35 @@ def _rule(
     query_start: Tensor,
     seq_lens: Tensor,
     max_query: int,
-    commit: Tensor | None,
+    pending: Tensor | None,
+    updates: Tensor | None,
     settled: bool,
     uniform: bool,
     pdl: bool,
 ) -> Tensor:
     """Compute the gated delta rule token by token and return the results [T, Hv, E]. ``settled``: no kernel that may still
-    run writes states or lengths.
+    run writes states, updates or lengths.
     """
     del max_query  # every program reads its sequence's number of tokens
-    out = _allocate(mixed, _values(mixed, state), uniform)
-    operands = mixed, gates, a_log, dt_bias, state, rows, query_start, seq_lens, rows if commit is None else commit, out
-    _launch_rule(operands, (mixed, state), writes_state=commit is not None, kernel=0, settled=settled, pdl=pdl)
-    return out
-
-
-def _commit(
-    inputs: Tensor,
-    window: Tensor,
-    mixed: Tensor,
-    gates: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_query: int,
-    commit: Tensor,
-    settled: bool,
-    pdl: bool,
-) -> None:
-    """Write the states of the delta rule and of the convolution after ``commit`` tokens. The convolution's are ``window``
-    [R, K - 1, C], its inputs ``inputs`` [T, C].
-    """
-    del max_query
-    operands = mixed, gates, a_log, dt_bias, state, rows, query_start, seq_lens, commit, mixed
-    _launch_rule(operands, (inputs, window), writes_state=True, kernel=window.shape[1] + 1, settled=settled, pdl=pdl)
-
-
-def _launch_rule(
-    operands: tuple[Tensor, ...],
-    convolution: tuple[Tensor, Tensor],
-    *,
-    writes_state: bool,
-    kernel: int,
-    settled: bool,
-    pdl: bool,
-) -> None:
-    """Launch the delta rule. ``convolution`` has inputs and states of a convolution of size ``kernel``; 0: none is read."""
-    mixed, gates, _, _, state, rows = operands[:6]
     _expect_rows(mixed, gates, state)
+    out = _allocate(mixed, _values(mixed, state), uniform)
     heads, key_size, value_size = state.shape[1:]
     block_d, block_e = power_of_two(key_size), min(power_of_two(value_size), _VALUES_PER_PROGRAM)
     key_width, blocks = (mixed.shape[1] - heads * value_size) // 2, triton.cdiv(value_size, block_e)
-    programs = heads * blocks * rows.shape[0]
     launch(
         jit.delta_rule,
         (heads, blocks, rows.shape[0]),
-        *(*operands, *convolution, key_width, heads, heads * key_size // key_width),
-        *(mixed.stride(0), gates.stride(0), convolution[0].stride(0), int(writes_state), int(settled)),
+        *(mixed, gates, a_log, dt_bias, state, rows, query_start, seq_lens, pending, updates, out, key_width, heads),
+        *(heads * key_size // key_width, mixed.stride(0), gates.stride(0), int(settled)),
         D=key_size,
         E=value_size,
+        TOKENS=0 if updates is None else updates.shape[2],
         BLOCK_D=block_d,
         BLOCK_E=block_e,
-        KERNEL=kernel,
-        BLOCK_C=power_of_two(triton.cdiv(mixed.shape[1], heads * blocks)) if kernel else 0,
         pdl=pdl,
         warps=1,
-        **({"maxnreg": _MAX_REGISTERS} if pdl and block_d * block_e <= 64 * 32 and programs > _UNLIMITED_PROGRAMS else {}),
     )
+    return out
 
 
 def _expect_rows(mixed: Tensor, gates: Tensor, state: Tensor) -> None:
@@ -167,8 +124,7 @@ def _expect_rows(mixed: Tensor, gates: Tensor, state: Tensor) -> None:
     )
 
 
-define("gated_delta_rule.triton", _rule, writes=("state",))
-define("commit_recurrent.triton", _commit, writes=("window", "state"))
+define("gated_delta_rule.triton", _rule, writes=("state", "updates"))
 
 
 def _chunks(

@@ -33,7 +33,7 @@ SamplingKernels Scalar ScheduleFailure
 InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
 hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution ExpertsBlock LayerRows MlpBlock RankBoundary
-RecurrentBlock RecurrentTokens ResidualStream SeparateInput SplitWeight Weight
+RecurrentBlock RecurrentTokens RecurrentWindow ResidualStream SeparateInput SplitWeight Weight
 """
 
 

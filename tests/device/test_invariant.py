@@ -188,7 +188,7 @@ def test_recurrent_kernels(dtype):
     inputs, weight, last = operands[0], torch.randn(operands[0].shape[1], 4).to(dtype), torch.randn(4, 3, 44).to(dtype)
     whole, whole_last = state.clone(), last.clone()
     made = KERNELS.chunk_gated_delta_rule(*operands, whole, batch)
-    convolved = KERNELS.short_convolution(inputs, weight, whole_last, batch, batch.token_counts)
+    convolved = KERNELS.short_convolution(inputs, weight, whole_last, batch)
     for number, (start, end) in enumerate(((0, 5), (5, 9), (9, 16))):
         own, own_last, chunks, short = state.clone(), last.clone(), [], []
         before = int(batch.seq_lens[number]) - (end - start)
@@ -199,7 +199,7 @@ def test_recurrent_kernels(dtype):
             )
             part = (operands[0][begin:stop], operands[1][begin:stop], *operands[2:])
             chunks.append(KERNELS.chunk_gated_delta_rule(*part, own, alone))
-            short.append(KERNELS.short_convolution(inputs[begin:stop], weight, own_last, alone, alone.token_counts))
+            short.append(KERNELS.short_convolution(inputs[begin:stop], weight, own_last, alone))
         assert torch.equal(torch.cat(chunks), made[start:end])
         assert torch.equal(torch.cat(short), convolved[start:end])
         assert torch.equal(own[number + 1], whole[number + 1])
@@ -207,25 +207,13 @@ def test_recurrent_kernels(dtype):
 
 
 @pytest.mark.parametrize("kernels", [PLAIN, KERNELS], ids=["reference", "invariant"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_second_call_commits_what_the_first_computed(kernels, dtype):
-    """Drafts are verified without a write. The accepted prefix then leaves the bits of a pass over that prefix alone."""
-    operands, state, batch = recurrent_operands(dtype, [4, 4, 4])
-    before = state.clone()
-    made = kernels.gated_delta_rule(*operands, state, batch)
-    assert torch.equal(state, before)
-    accepted = torch.tensor([1, 4, 2])
-    again = kernels.gated_delta_rule(*operands, state, batch, accepted)
-    assert torch.equal(again, made)
-    own, ones = before.clone(), torch.ones(3, dtype=torch.int64)
-    for token in range(4):
-        index = torch.arange(token, 12, 4)
-        lens = batch.seq_lens - 3 + token
-        alone = RecurrentBatch(batch.rows, torch.arange(4, dtype=torch.int32), lens, 1)
-        single = kernels.gated_delta_rule(operands[0][index], operands[1][index], *operands[2:], own, alone, ones)
-        assert torch.equal(single, made[index])
-        for number in (accepted == token + 1).nonzero().flatten().tolist():
-            assert torch.equal(own[number + 1], state[number + 1])
+@pytest.mark.parametrize("kernel", ["short_convolution", "gated_delta_rule"])
+def test_a_window_settles_to_the_bits_of_its_tokens(kernels, kernel, monkeypatch):
+    """Drafts are verified without a write to the state. The accepted prefix then leaves the bits of a pass over it alone."""
+    lab = Lab(CpuBackend(), seed=1)
+    monkeypatch.setattr(CpuBackend, "kernels_in_use", property(lambda backend: kernels))
+    (stream,) = lab.streams("s")
+    check_equal_bits(lab, stream, kernel, 1)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -70,6 +70,20 @@ def test_tokens_are_those_of_one_engine(proposer, mode):
     sides.close()
 
 
+def test_a_request_that_decodes_is_lent_with_every_token_in_its_states():
+    """Its last iteration left the accepted drafts out of the states."""
+    engine, alone = made("ngram"), made("none")
+    number = engine.add_request([5, 6, 7, 5, 6, 7, 5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
+    while engine.stats.iterations < 6:
+        engine.step()
+    lent = engine.lending.lend(number)
+    row, tokens = lent.pages[0] - engine.config.num_pages, (*lent.state.prompt, *lent.state.output)
+    alone.generate([tokens[: lent.state.length]], SamplingParams(max_tokens=1))
+    for ours, theirs in zip(engine.state_memory, alone.state_memory, strict=True):
+        torch.testing.assert_close(ours[row], theirs[1])
+    engine.lending.returned(lent)
+
+
 @pytest.mark.parametrize("transport", ["torch", pytest.param("nixl", marks=pytest.mark.needs_nixl)])
 def test_over_transports_of_processes(transport):
     sides = Couple(made("mtp-chain"), made("mtp-chain"), get_transport(transport))

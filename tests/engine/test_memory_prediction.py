@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from model.hybrid_checkpoints import MtpOracle, random_model, save
-from outrider import Engine, SamplingParams
-from outrider.device import KernelSet, OutOfDeviceMemory
+from outrider import Engine
+from outrider.device import OutOfDeviceMemory
 from outrider.engine.config import EngineConfig
 from outrider.engine.setup import facts as setup_facts
 from outrider.engine.setup.checks import predict_memory
@@ -63,21 +63,14 @@ def test_the_work_of_a_prompt_counts_recurrent_layers(hybrid):
     assert more.prompt_token_bytes > less.prompt_token_bytes
 
 
-def test_the_work_of_a_request_counts_what_verification_keeps_of_recurrent_layers(hybrid, monkeypatch):
-    kept, commit = [], KernelSet.commit_recurrent
-
-    def count(self, tensors, *operands):
-        kept.append(size(tensors))
-        commit(self, tensors, *operands)
-
-    monkeypatch.setattr(KernelSet, "commit_recurrent", count)
+def test_the_memory_of_states_counts_the_windows_of_requests(hybrid):
     engine = Engine.from_checkpoint(hybrid, tiny.BACKEND, speculate="ngram", config=replace(CONFIG, draft_tokens=3))
-    engine.generate([[5, 6, 7, 5, 6, 7]], SamplingParams(max_tokens=4))
-    recurrent = engine.model.config.recurrent
-    assert sum(kept[: len(recurrent.layers)]) == 4 * recurrent.window_bytes(engine.model.dtype) > 0
-    without = collect_facts(tiny.BACKEND, engine.model, NonSpeculativeProposer()).request_bytes
-    facts = collect_facts(tiny.BACKEND, engine.model, engine.proposer)
-    assert facts.request_bytes - without == 4 * recurrent.window_bytes(engine.model.dtype)
+    facts, cache = collect_facts(tiny.BACKEND, engine.model, engine.proposer), engine._parts.cache
+    rows = cache.pending.shape[0]
+    assert rows == engine.config.max_requests + 1
+    assert facts.window_bytes == 4 * engine.model.config.recurrent.window_bytes(engine.model.dtype)
+    assert size(each for window in cache.windows for each in window) == rows * facts.window_bytes > 0
+    assert collect_facts(tiny.BACKEND, engine.model, NonSpeculativeProposer()).window_bytes == 0
 
 
 @pytest.mark.parametrize("divides", [False, True], ids=["slices", "divided"])

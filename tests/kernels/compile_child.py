@@ -194,6 +194,7 @@ def quantized_kernels(capability):
 
 
 OF_RULE = {"D": 128, "E": 128, "BLOCK_D": 128, "BLOCK_E": 128}
+OF_WINDOW, NO_WINDOW = {"pending": LONG}, {"pending": None, "TOKENS": 0}
 NORM = {"bias": None, "PARTS": 2, "BLOCK": 4096}
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
@@ -305,10 +306,10 @@ KERNELS = [
     (experts.expert_outputs, CHOSEN, {**MANY}),
     (experts.add_experts, {"parts": HALF, "chosen": LONG}, {"weights": None, "places": None, "BLOCK": 1024}),
     (experts.add_experts, {**OF_PAIRS, "parts": HALF, "weights": WIDE}, {"BLOCK": 1024}),
-    (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256}),
-    (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256, "commit": None}),
-    (recurrent.delta_rule, {"state": WIDE}, {**OF_RULE, "BLOCK_E": 16, "KERNEL": 0, "BLOCK_C": 0}),
-    (recurrent.delta_rule, {"state": WIDE, "window": HALF}, {**OF_RULE, "BLOCK_E": 16, "KERNEL": 4, "BLOCK_C": 32}),
+    (recurrent.short_convolution, {"window": HALF, **OF_WINDOW}, {"KERNEL": 4, "TOKENS": 4, "BLOCK_T": 4, "BLOCK_C": 128}),
+    (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256, **NO_WINDOW, "window": None}),
+    (recurrent.delta_rule, {"state": WIDE, "updates": WIDE, **OF_WINDOW}, {**OF_RULE, "BLOCK_E": 16, "TOKENS": 4}),
+    (recurrent.delta_rule, {"state": WIDE}, {**OF_RULE, "BLOCK_E": 16, **NO_WINDOW, "updates": None}),
     (recurrent.gated_rms_norm, {}, {"E": 128, "ROWS": 16, "BLOCK_E": 128}),
     (recurrent.sigmoid_mul, {}, {"BLOCK": 1024}),
     (recurrent_chunks.corrections, {"tokens": "i32"}, OF_RULE),

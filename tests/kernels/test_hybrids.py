@@ -4,13 +4,12 @@ In float16: the interpreter multiplies bfloat16 wrongly.
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.unfused import UnfusedProducts
-from outrider.device import HeadNorms, RecurrentBatch, RecurrentTokens, RotaryArgs
+from outrider.device import HeadNorms, RecurrentBatch, RotaryArgs
 from outrider_triton.products.operands import Product
 
 PLAIN = UnfusedProducts()
@@ -96,40 +95,69 @@ def layer(device, *, tokens, heads=2, size=8):
     return weights, states, made.split((channels, 2 * heads), dim=1)
 
 
-def run(kernels, weights, states, inputs, batch, commit):
+def run(kernels, weights, states, inputs, batch, window=(None, None)):
     convolution, a_log, dt_bias = weights
-    convolved = kernels.short_convolution(inputs[0], convolution, states[0], batch, commit)
-    return kernels.gated_delta_rule(convolved, inputs[1], a_log, dt_bias, states[1], batch, commit), convolved
+    convolved = kernels.short_convolution(inputs[0], convolution, states[0], batch, window[0])
+    return kernels.gated_delta_rule(convolved, inputs[1], a_log, dt_bias, states[1], batch, window[1])
 
 
-def batch_of(rows, count, length):
+def batch_of(rows, count, length, pending=None):
     starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device) * count
-    return RecurrentBatch(rows, starts, torch.full_like(starts[1:], length), count)
+    return RecurrentBatch(rows, starts, torch.full_like(starts[1:], length), max(count, 1), pending=pending)
 
 
-def test_decoding_verification_and_replay_have_the_same_bits(kernels, device):
-    """A window of four tokens of two sequences leaves the states. A replay of some writes what decoding one by one writes."""
-    weights, states, inputs = layer(device, tokens=8, size=32 if device.type == "cpu" else 128)
-    rows, rule = torch.tensor([2, 1], device=device), SimpleNamespace(a_log=weights[1], dt_bias=weights[2])
-    before = [state.clone() for state in states]
-    whole = batch_of(rows, 4, 9)
-    window, convolved = run(kernels, weights, states, inputs, whole, None)
-    assert all(map(torch.equal, states, before))
-    one_by_one, ones = [[state.clone() for state in states]], torch.ones_like(rows)
-    for token in range(4):
-        own, after = slice(token, None, 4), [state.clone() for state in one_by_one[-1]]
-        made, _ = run(kernels, weights, after, [each[own] for each in inputs], batch_of(rows, 1, 6 + token), ones)
-        assert torch.equal(made, window[own])
+def test_decoding_verification_and_settling_have_the_same_bits(kernels, device):
+    """A window of four tokens of two sequences leaves the states. The next window begins with the accepted ones of any
+    number, and so does a call without tokens: both write what decoding one by one writes.
+    """
+    size = 32 if device.type == "cpu" else 128
+    weights, states, inputs = layer(device, tokens=16, size=size)
+    rows = torch.tensor([2, 1], device=device)
+    own = [[each[slice(token, None, 8)] for each in inputs] for token in range(8)]
+    one_by_one, singles = [[state.clone() for state in states]], []
+    for token in range(8):
+        after = [state.clone() for state in one_by_one[-1]]
+        singles.append(run(kernels, weights, after, own[token], batch_of(rows, 1, 6 + token)))
         one_by_one.append(after)
-    for counts in itertools.product((1, 2, 3, 4), (1, 4)):
-        replayed = [state.clone() for state in states]
-        kept = inputs[0], convolved, inputs[1]
-        tokens, accepted = RecurrentTokens(whole, *replayed), torch.tensor(counts, device=device)
-        kernels.commit_recurrent(kept, SimpleNamespace(rule=rule), tokens, accepted)
-        for index, made in enumerate(replayed):
-            for row, count in zip(rows.tolist(), counts, strict=True):
-                assert torch.equal(made[row], one_by_one[count][index][row])
-            assert torch.equal(made[0], states[index][0])
+
+    def window_of(first):
+        """Tokens of each sequence from its own first of eight on."""
+        index = torch.cat([8 * number + begin + torch.arange(4) for number, begin in enumerate(first)]).to(device)
+        return [each.index_select(0, index) for each in inputs]
+
+    for sign, *counts in itertools.product((1, -1), (1, 2, 3, 4), (1, 4)):
+        late = [state.clone() for state in states]
+        kept = (
+            torch.full((3, 4, inputs[0].shape[1]), torch.nan, device=device, dtype=torch.float16),
+            torch.full((3, 2, 4, size + 2 * size + 2), torch.nan, device=device),
+        )
+        # Nothing is pending. An earlier window in the other half would not be read.
+        made = run(
+            kernels,
+            weights,
+            late,
+            window_of((0, 0)),
+            batch_of(rows, 4, 9, torch.zeros(3, dtype=torch.int64, device=device)),
+            kept,
+        )
+        assert all(map(torch.equal, late, states))
+        for number, token in itertools.product(range(2), range(4)):
+            assert torch.equal(made[4 * number + token], singles[token][number])
+        pending = torch.zeros(3, dtype=torch.int64, device=device)
+        pending[rows] = sign * torch.tensor(counts, device=device)
+        if sign < 0:
+            kept[1].copy_(kept[1].flip(1).contiguous())
+        settled = [state.clone() for state in late], [state.clone() for state in kept]
+        run(kernels, weights, settled[0], [each[:1] for each in inputs], batch_of(rows, 0, 5, pending), settled[1])
+        made = run(kernels, weights, late, window_of(counts), batch_of(rows, 4, 9, pending), kept)
+        for number, (row, count) in enumerate(zip(rows.tolist(), counts, strict=True)):
+            for index in range(2):
+                wanted = one_by_one[count][index][row]
+                assert torch.equal(late[index][row], wanted)
+                assert torch.equal(settled[0][index][row], wanted)
+            for token in range(4):
+                assert torch.equal(made[4 * number + token], singles[count + token][number])
+        assert all(torch.equal(late[index][0], states[index][0]) for index in range(2))
 
 
 def test_a_prompt_cut_at_a_boundary_has_the_bits_of_the_whole(kernels, device):

@@ -16,7 +16,12 @@ from outrider_proof.engine_setups import HYBRID, host_models, random_host_progra
 from outrider_proof.proposers import MAKERS
 from outrider_proof.rank_engine import HYBRID_PROPOSERS
 from outrider_proof.tiny import plain_config
-from proof.hybrid_faults import FAULTS, a_decoded_state_is_kept_at_any_length, wrong_requests
+from proof.hybrid_faults import (
+    FAULTS,
+    a_checkpoint_lacks_pending_tokens,
+    a_decoded_state_is_kept_at_any_length,
+    wrong_requests,
+)
 from proof.program_checks import prove_program, run_once_checked
 from proof.setups import EngineSetup
 
@@ -65,7 +70,7 @@ def served_turns(proposer):
     config = plain_config(max_context=96, max_requests=2, page_size=4, prefill_chunk=8, dtype="float64", overlap=True)
     engine = Engine(loaded.target, loaded.backend, proposer=loaded.make(), config=config)
     alone = Engine(loaded.target, loaded.backend, config=replace(config, prefix_cache=False))
-    text, hits, wrong = [3, 1, 4, 1, 5, 9, 2, 6, 5], [0], []
+    text, hits, wrong = [0, 1, 4, 1, 5, 9, 2, 6, 5], [0], []
     for turn in range(3):
         (done,), (wanted,) = engine.generate([text], params), alone.generate([text], params)
         hits.append(engine.stats.prefix_hits)
@@ -80,9 +85,10 @@ def test_turns_of_a_chat_continue_what_was_decoded(proposer, cached):
     assert served_turns(proposer) == (cached, [])
 
 
-def test_a_decoded_state_kept_at_an_unaccepted_length_is_found():
-    """The fault of sglang 35821: a boundary within the rejected drafts."""
-    with a_decoded_state_is_kept_at_any_length():
+@pytest.mark.parametrize("fault", [a_decoded_state_is_kept_at_any_length, a_checkpoint_lacks_pending_tokens])
+def test_a_decoded_state_kept_at_an_unaccepted_length_is_found(fault):
+    """The fault of sglang 35821, a boundary within the rejected drafts, and a state without the accepted ones."""
+    with fault():
         assert served_turns("mtp-chain")[1] != []
 
 

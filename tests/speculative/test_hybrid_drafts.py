@@ -104,6 +104,7 @@ def test_memory_counts_the_states_of_the_draft(checkpoints):
     facts, without = (collect_facts(BACKEND, engine.model, each) for each in (proposer, NonSpeculativeProposer()))
     assert size(parts.states) == 6 * facts.state_bytes
     assert size(proposer.states) == 6 * (facts.state_bytes - without.state_bytes) > 0
-    # A row of the copy for each request, and the verified window of target and draft.
-    window = 4 * 2 * engine.model.config.recurrent.window_bytes(engine.model.dtype)
-    assert facts.request_bytes - without.request_bytes == size(proposer._drafted.states) // 3 + window
+    # A row of the copy and of the draft's windows for each request.
+    held = size(proposer._drafted.states) + size(proposer.cache.windows)
+    assert facts.request_bytes - without.request_bytes == held // 3
+    assert facts.window_bytes == size(parts.cache.windows) // 3 > 0

@@ -28,7 +28,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     mixture count as often as tokens reach them if all experts are equally likely. The embedding table counts only if it is
     the output head too, since otherwise a few rows are read. A chain of K draft tokens costs K passes of the head, each with
     the output head. A block costs one pass, and the weights of keys and values once more for the text. A recurrent state is
-    read and written, and with drafts read once more, because verification leaves the states unchanged.
+    read and written.
     """
     from outrider.model import Decoder, EagleHead, MtpHead
     from outrider.speculative.eagle import EagleProposer
@@ -56,7 +56,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     elif not isinstance(proposer, NonSpeculativeProposer):
         return None
     recurrent = target.config.recurrent
-    states = 0 if recurrent is None else (3 if proposer.depth else 2) * recurrent.state_bytes(target.dtype)
+    states = 0 if recurrent is None else 2 * recurrent.state_bytes(target.dtype)
     return float(weights + batch * (context * cached + states))
 
 

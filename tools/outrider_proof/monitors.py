@@ -114,8 +114,10 @@ def declared_memory(parts: EngineParts) -> Iterator[tuple[str, Iterable[Tensor]]
     yield "results", [parts.results._device, parts.results._logprobs._device]
     yield "token masks", [parts.masks._draft_masks]
     yield "target cache", [tensor for layer in parts.cache.layers for tensor in layer]
-    yield "recurrent states", [tensor for layer in parts.cache.states for tensor in layer]
-    yield "draft cache", [*parts.proposer.caches, *(tensor for layer in parts.proposer.states for tensor in layer)]
+    cache, proposer = parts.cache, parts.proposer
+    states = [tensor for layer in (*cache.states, *cache.windows) for tensor in layer]
+    yield "recurrent states", states if cache.pending is None else [*states, cache.pending]
+    yield "draft cache", [*proposer.caches, *(tensor for layer in proposer.states for tensor in layer)]
 
 
 def _tensors(owner: object) -> list[Tensor]:

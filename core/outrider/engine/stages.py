@@ -377,8 +377,7 @@ class Verify(Stage):
             results.decode_rows(batch.count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
         )
-        if forward.states is not None and forward.states.window is not None:
-            model.commit(forward, parts.cache, accepted)
+        parts.cache.accept(inputs.rows, accepted)
         if parts.has_extend_work and outputs.path is not None and path is not None:
             outputs.path.copy_(path)
         return hidden, aux_hidden_states
@@ -388,9 +387,7 @@ class Verify(Stage):
         plan, attention = frame.verify, frame.verify_attention
         if batch.seq_lens_host is not None:
             attention = replace(attention, seq_lens_host=batch.seq_lens_host.host_param("verify", batch.drafted + 1))
-        states = None
-        if self._parts.model.config.recurrent is not None:
-            states = StateInput(frame.inputs.rows, decodes=True, window=[] if batch.drafted else None)
+        states = None if self._parts.model.config.recurrent is None else StateInput(frame.inputs.rows, decodes=True)
         positions = plan.static_rope_positions if batch.captured else plan.rope_positions
         return ForwardInput(plan.tokens, positions, plan.slots, attention, states=states)
 

@@ -166,6 +166,9 @@ class Step:
         if any(request.params.penalized for request in batch.admitted):
             with self._backend.on(self._streams.forward):
                 self._input_upload.write_token_counts(packer)
+        if batch.admitted and self._parts.cache.pending is not None:
+            with self._backend.on(self._streams.forward):
+                self._input_upload.forget_pending(packer)
         if batch.arrivals:
             self._parts.transfer.write_arrivals(batch.arrivals)
         self._copy_states(packer, RESTORED_STATES)

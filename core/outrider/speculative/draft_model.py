@@ -231,7 +231,8 @@ class HybridDraftModelProposer(DraftModelProposer):
         """Allocate the states, and a row of the copy for each request."""
         del backend
         recurrent, dtype, pages = self._recurrent, self._model.dtype, self.cache
-        self._cache = pages.with_states(recurrent, rows, dtype)
+        committed = pages.with_states(recurrent, rows, dtype)
+        self._cache = committed.with_windows(recurrent, 1 + requests, self._draft_tokens + 1, dtype)
         self._drafted = pages.with_states(recurrent, 1 + requests, dtype)
 
     def host_lengths_of(self, count: int) -> Mapping[str, int]:
@@ -259,13 +260,13 @@ class HybridDraftModelProposer(DraftModelProposer):
             return {}
         after = inputs.tokens.view(first.shape[0], -1)
         tokens = torch.cat((first.unsqueeze(1), after[:, :-1]), dim=1).flatten()
-        states = StateInput(inputs.rows, decodes=True, window=[] if after.shape[1] > 1 else None)
         attention = replace(inputs.attention, plan=None, shapes=())  # the existing plan is for the target's shape
         rope_positions = extend_rope_positions(model.config.rope, inputs)
+        states = StateInput(inputs.rows, decodes=True)
         flat = ForwardInput(tokens, rope_positions, inputs.slots, attention, kept=inputs.kept, states=states)
         model.forward(flat, self.cache)
-        if states.window is not None:
-            model.commit(flat, self.cache, inputs.last % after.shape[1])
+        self.cache.accept(inputs.rows, inputs.last % after.shape[1])
+        model.settle(self.cache, inputs.rows)  # the next draft copies the states
         return {}
 
 

@@ -28,46 +28,22 @@ def log_decay(a, rate, bias):
 
 
 @triton.jit
-def load_kept(state, position, channels, row, mask, width, KERNEL: tl.constexpr):
-    """Load the convolution's input at ``position`` from the row's ``state`` [R, K - 1, width]; 0 from position 0 on."""
-    slot = position + (KERNEL - 1)
-    kept = state + (row * (KERNEL - 1) + slot) * width + channels
-    return tl.load(kept, mask=mask & (position < 0) & (slot >= 0), other=0.0)
-
-
-@triton.jit
-def load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL: tl.constexpr):
-    """Load the convolution's input at ``position`` of a sequence; before the first new token, from the row's state.
-
-    ``x`` [T, width] has the new tokens, the sequence's from ``start`` on; ``state`` is [R, K - 1, width]. ``channels``
-    selects columns, of which ``mask`` are valid.
+def load_kept(state, window, slot, channels, row, mask, width, KERNEL: tl.constexpr, TOKENS: tl.constexpr):
+    """Load the convolution's earlier input at ``slot`` of the row: first those of ``state`` [R, K - 1, width], the oldest
+    first, then those of ``window`` [R, TOKENS, width], if there is one.
     """
-    fresh = tl.load(x + (start + position).to(tl.int64) * x_stride + channels, mask=mask & (position >= 0), other=0.0)
-    kept = load_kept(state, position, channels, row, mask & has_state, width, KERNEL)
-    return tl.where(position >= 0, fresh, kept.to(fresh.dtype))
+    values = tl.load(state + (row * (KERNEL - 1) + slot) * width + channels, mask=mask & (slot < KERNEL - 1), other=0.0)
+    if window is not None:
+        kept = window + (row * TOKENS + slot - (KERNEL - 1)) * width + channels
+        values = tl.where(slot < KERNEL - 1, values, tl.load(kept, mask=mask & (slot >= KERNEL - 1), other=0.0))
+    return values
 
 
 @triton.jit
-def load_window(x, state, kept, channels, start, row, has_state, x_stride, width, KERNEL: tl.constexpr):
-    """Load the K - 1 inputs up to the first ``kept`` new tokens of a sequence, the oldest first: [K - 1, padded; channels].
-
-    Operands as in :func:`load_input`.
-    """
-    slot = tl.arange(0, next_power_of_2(KERNEL))[:, None]
-    lane = channels[None, :]
-    mask = (slot < KERNEL - 1) & (lane < width)
-    position = kept + slot - (KERNEL - 1)
-    return load_input(x, state, position, lane, start, row, has_state, x_stride, width, mask, KERNEL)
-
-
-@triton.jit
-def store_window(state, values, channels, row, width, KERNEL: tl.constexpr):
-    """Store the inputs ``values`` of :func:`load_window` to ``state`` [R, K - 1, width] at ``row``."""
-    slot = tl.arange(0, next_power_of_2(KERNEL))[:, None]
-    lane = channels[None, :]
-    tl.debug_barrier()  # all threads of the program have read the state
-    place = state + (row * (KERNEL - 1) + slot) * width + lane
-    tl.store(place, values, mask=(slot < KERNEL - 1) & (lane < width))
+def load_pending(pending, row, has_state):
+    """Return the number of pending tokens of a row, which half of the updates they are in, and the half of new tokens."""
+    held = tl.load(pending + row)
+    return tl.where(has_state, tl.abs(held), 0).to(tl.int32), (held < 0).to(tl.int64), (held > 0).to(tl.int64)
 
 
 @triton.jit
@@ -86,12 +62,14 @@ def short_convolution(
     rows,
     query_start,
     seq_lens,
-    commit,
+    pending,
+    window,
     out,
     x_stride,
     width,
     reads_early,
     KERNEL: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,8 +77,9 @@ def short_convolution(
     """Convolve a block of tokens and channels of ``x`` [T, width] to ``out``; one program per (block of tokens, block of
     channels, sequence).
 
-    The first block of tokens reads the row's state. The same program writes the state after ``commit`` tokens.
-    ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
+    The first block of tokens reads the row's state and window. The same program then writes the state: after all tokens, or
+    with a ``window`` [R, TOKENS, width] after the pending ones, and the new tokens to the window. ``reads_early``: no kernel
+    that may still run writes states, windows or lengths, so their loads precede the wait.
     """
     allow_next_kernel(PDL)
     sequence = tl.program_id(2)
@@ -115,10 +94,16 @@ def short_convolution(
     start, count, row, has_state = sequence_of(query_start, rows, seq_lens, sequence)
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     mask = (token < count) & (channels < width)
+    first = 0  # slot of the oldest input that a new token reads
+    if window is not None:
+        first, _, _ = load_pending(pending, row, has_state)
+    slot = tl.arange(0, next_power_of_2(KERNEL))[:, None]
+    in_state = (slot < KERNEL - 1) & (channels < width)
     total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
     if tl.program_id(0) == 0:
         for tap in tl.static_range(KERNEL - 1):  # the oldest first, like the reference
-            kept = load_kept(state, token + (tap - (KERNEL - 1)), channels, row, mask & has_state, width, KERNEL)
+            known = mask & has_state & (token + tap < KERNEL - 1)
+            kept = load_kept(state, window, token + tap + first, channels, row, known, width, KERNEL, TOKENS)
             total += kept.to(x.dtype.element_ty).to(tl.float32) * factors[tap]
     if reads_early != 0:
         wait_for_previous_kernel(PDL)
@@ -130,11 +115,24 @@ def short_convolution(
             total += tl.load(fresh, mask=mask & (position >= 0), other=0.0).to(tl.float32) * factors[tap]
         place = out + (start + token).to(tl.int64) * width + channels
         tl.store(place, silu(total).to(out.dtype.element_ty), mask=mask)
-        if commit is not None:
-            if tl.program_id(0) == 0:
-                kept = tl.load(commit + sequence).to(tl.int32)
-                window = load_window(x, state, kept, lane, start, row, has_state, x_stride, width, KERNEL)
-                store_window(state, window, lane, row, width, KERNEL)
+        if tl.program_id(0) == 0:
+            known = in_state & has_state
+            if window is None:
+                first = count
+                known &= slot + first < KERNEL - 1
+            latest = load_kept(state, window, slot + first, channels, row, known, width, KERNEL, TOKENS)
+            if window is None:
+                index = slot + first - (KERNEL - 1)
+                source = x + (start + index).to(tl.int64) * x_stride + channels
+                unread = tl.load(source, mask=in_state & (index >= 0), other=0.0)
+                latest = tl.where(index >= 0, unread, latest.to(unread.dtype))
+            tl.debug_barrier()  # all threads of the program have read the state and the window
+            tl.store(state + (row * (KERNEL - 1) + slot) * width + channels, latest, mask=in_state)
+            if window is not None:
+                new = tl.arange(0, next_power_of_2(TOKENS))[:, None]
+                is_new = (new < count) & (channels < width)
+                inputs = tl.load(x + (start + new).to(tl.int64) * x_stride + channels, mask=is_new, other=0.0)
+                tl.store(window + (row * TOKENS + new) * width + channels, inputs, mask=is_new)
 
 
 @triton.jit
@@ -150,8 +148,26 @@ def load_token(mixed, gates, index, q_lane, k_lane, v_lane, head, value_heads, m
 
 
 @triton.jit
+def load_update(update, k_lane, correction_lane, factor_place, in_d, in_e):
+    """Load an update of one value head: k [D], correction [E] and factor of :func:`apply_update`."""
+    k = tl.load(update + k_lane, mask=in_d, other=0.0)
+    return k, tl.load(update + correction_lane, mask=in_e, other=0.0), tl.load(update + factor_place)
+
+
+@triton.jit
+def apply_update(current, k, factor, correction):
+    """Return the state ``current`` [D, E] times ``factor``, plus ``k`` [D] times ``correction`` [E].
+
+    One fused operation adds the product in every kernel: a settled state has the bits of the state that verification used.
+    """
+    k, correction = tl.broadcast_to(k[:, None], current.shape), tl.broadcast_to(correction[None, :], current.shape)
+    return tl.fma(k, correction, current * factor)
+
+
+@triton.jit
 def _advance(current, q, k, v, a, b, rate, bias, D: tl.constexpr):
-    """Apply the gated delta rule of one token to the state ``current`` [D, E]. Return the new state and the result [E].
+    """Apply the gated delta rule of one token to the state ``current`` [D, E]. Return the new state, the result [E], and the
+    update: k, factor and correction of :func:`apply_update`.
 
     ``q``, ``k``, ``v``, ``a`` and ``b`` are the results of :func:`load_token`.
     """
@@ -161,11 +177,11 @@ def _advance(current, q, k, v, a, b, rate, bias, D: tl.constexpr):
     found = tl.sum(current * k[:, None], axis=0) * decay
     read = tl.sum(current * q[:, None], axis=0) * decay
     correction = (v - found) / (1.0 + tl.exp(-b))
-    current = current * decay + k[:, None] * correction[None, :]
-    return current, read + tl.sum(q * k, axis=0) * correction
+    current = apply_update(current, k, decay, correction)
+    return current, read + tl.sum(q * k, axis=0) * correction, k, decay, correction
 
 
-@triton.jit(do_not_specialize=["writes_state", "reads_early"])
+@triton.jit(do_not_specialize=["reads_early"])
 def delta_rule(
     mixed,
     gates,
@@ -175,35 +191,29 @@ def delta_rule(
     rows,
     query_start,
     seq_lens,
-    commit,
+    pending,
+    updates,
     out,
-    inputs,
-    window,
     key_width,
     value_heads,
     values_per_key,
     mixed_stride,
     gates_stride,
-    inputs_stride,
-    writes_state,
     reads_early,
     D: tl.constexpr,
     E: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    KERNEL: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the gated delta rule for the few tokens of a sequence, to ``out`` [T, Hv, E]; one program per (value head,
     block of values, sequence).
 
-    One warp has all keys of a few values, so no sum crosses warps. With ``writes_state``, the state after ``commit`` tokens
-    is written, and later tokens aren't computed. Decoding and verification run the same machine code, so their bits are
-    equal. ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
-
-    With KERNEL, the kernel replays a verified window: it computes states alone, by the same operations, and also writes the
-    convolution's state ``window`` [R, K - 1, width] from its ``inputs`` [T, width], BLOCK_C channels per program.
+    One warp has all keys of a few values, so no sum crosses warps. Without ``updates``, the state after all tokens is
+    written. With ``updates`` [R, 2, TOKENS, W], the pending ones of one half change the state first, which is written, and
+    those of the new tokens go to the other half. Decoding and verification run the same operations, so their bits are equal.
+    ``reads_early``: no kernel that may still run writes states, updates or lengths, so their loads precede the wait.
     """
     allow_next_kernel(PDL)
     head, sequence = tl.program_id(0), tl.program_id(2)
@@ -221,31 +231,45 @@ def delta_rule(
     cells = first + (d[:, None] * E + column[None, :])
     inside = in_d[:, None] & in_e[None, :]
     current = tl.load(cells, mask=inside & has_state, other=0.0).to(tl.float32)
+    q_lane = head // values_per_key * D + d
+    if updates is not None:
+        width = key_width + value_heads * (E + 1)
+        held, half, new_half = load_pending(pending, row, has_state)
+        parts = q_lane, key_width + head * E + e, key_width + value_heads * E + head, in_d, in_e
+        kept = updates + (row * 2 + half) * TOKENS * width
+        k, correction, factor = load_update(kept, *parts)
+        for token in range(held):
+            # As below, the loads of the next token overlap with this one.
+            k_next, correction_next, factor_next = load_update(kept + tl.minimum(token + 1, held - 1) * width, *parts)
+            current = apply_update(current, k, factor, correction)
+            k, correction, factor = k_next, correction_next, factor_next
+        current = current.to(state.dtype.element_ty).to(tl.float32)  # as if another call had written the state
+        kept = updates + (row * 2 + new_half) * TOKENS * width
     if reads_early != 0:
         wait_for_previous_kernel(PDL)
 
-    if writes_state != 0:
-        count = tl.load(commit + sequence).to(tl.int32)
-    if KERNEL > 0:
-        width = 2 * key_width + value_heads * E
-        channels = (head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_C + tl.arange(0, BLOCK_C)
-        latest = load_window(inputs, window, count, channels, start, row, has_state, inputs_stride, width, KERNEL)
-    q_lane = head // values_per_key * D + d
+    if updates is not None:
+        if held > 0:
+            tl.store(cells, current.to(state.dtype.element_ty), mask=inside)
     own = q_lane, key_width + q_lane, 2 * key_width + head * E + e, head, value_heads, mixed_stride, gates_stride, in_d, in_e
     q, k, v, a, b = load_token(mixed, gates, start.to(tl.int64), *own)
     for token in range(count):
         # The loads of the next token overlap with this one; after the last, they repeat it.
         following = (start + tl.minimum(token + 1, count - 1)).to(tl.int64)
         q_next, k_next, v_next, a_next, b_next = load_token(mixed, gates, following, *own)
-        current, result = _advance(current, q, k, v, a, b, rate, bias, D)
-        if KERNEL == 0:
-            place = out + ((start + token).to(tl.int64) * value_heads + head) * E + e
-            tl.store(place, result.to(out.dtype.element_ty), mask=in_e)
+        current, result, k, decay, correction = _advance(current, q, k, v, a, b, rate, bias, D)
+        place = out + ((start + token).to(tl.int64) * value_heads + head) * E + e
+        tl.store(place, result.to(out.dtype.element_ty), mask=in_e)
+        if updates is not None:
+            tl.store(kept + parts[1], correction, mask=in_e)
+            if tl.program_id(1) == 0:
+                tl.store(kept + parts[2], decay)
+                if head % values_per_key == 0:
+                    tl.store(kept + parts[0], k, mask=in_d)
+            kept += width
         q, k, v, a, b = q_next, k_next, v_next, a_next, b_next
-    if writes_state != 0:
+    if updates is None:
         tl.store(cells, current.to(state.dtype.element_ty), mask=inside)
-    if KERNEL > 0:
-        store_window(window, latest, channels, row, width, KERNEL)
 
 
 @triton.jit

@@ -35,6 +35,9 @@ def faults() -> Iterator[tuple[str, str, Callable[[Kernel], Kernel]]]:
         yield f"outputs of {kernel} are added up", kernel, _adds(*outputs)
     for kernel in ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule"):
         yield f"{kernel} multiplies an earlier state by zero", kernel, _times_zero
+    for kernel in ("short_convolution", "gated_delta_rule"):
+        yield f"{kernel} leaves out a pending token", kernel, _given(_has_pending, batch=_with_one_less)
+    yield "the first half has every pending token", "gated_delta_rule", _given(_in_second_half, batch=_in_first_half)
     yield "keys of zeros have no direction", "gated_delta_rule", _no_direction
     yield "the root of a key's norm holds 2e-10", "gated_delta_rule", _small_addend
     yield "scales of 16 bits are read as float32", "linear_quantized", _given(_half_scales, weight=_misread_scales)
@@ -183,6 +186,24 @@ def _times_zero(kernel):
         return made
 
     return recurrent
+
+
+def _has_pending(k):
+    pending = k["batch"].pending
+    return pending is not None and pending.any()
+
+
+def _with_one_less(batch):
+    return batch._replace(pending=batch.pending - batch.pending.sign())
+
+
+def _in_second_half(k):
+    pending = k["batch"].pending
+    return pending is not None and (pending < 0).any()
+
+
+def _in_first_half(batch):
+    return batch._replace(pending=batch.pending.abs())
 
 
 def _no_direction(kernel):

@@ -30,6 +30,7 @@ from outrider.device import (
     RecurrentBatch,
     RecurrentBlock,
     RecurrentTokens,
+    RecurrentWindow,
     ResidualStream,
     RotaryArgs,
     Weight,
@@ -266,8 +267,10 @@ def _attention_block(
     return operands.problem(call, written, cache)
 
 
-def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, committed: bool = False) -> Problem:
-    """Return a problem whose second part commits some tokens of a kept window if ``committed``."""
+def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    """Return a problem of a recurrent block: with a window, it is called twice, and some tokens of the first call are
+    pending in the second.
+    """
     operands, hidden, heads, size = _ProblemOperands(shape, dtype, dice), shape["hidden"], 2, 8
     batch, new, channels = shape["batch"], shape["new"], 4 * size + heads * size
     wide = torch.promote_types(dtype, torch.float32)
@@ -284,7 +287,9 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, co
         "rows": Operand(dice.permutation(batch) + 1),
         "query_start": Operand(torch.arange(0, batch * new + 1, new, dtype=torch.int32)),
         "seq_lens": Operand(torch.full((batch,), new + 5, dtype=torch.int32)),
-        "counts": Operand(dice.integers(1, new + 1, batch)),
+        "pending": Operand(torch.cat((torch.zeros(1, dtype=torch.int64), dice.integers(1, new + 1, batch)))),
+        "window": Operand(dice.normal(batch + 1, new, channels, dtype=dtype)),
+        "updates": Operand(dice.normal(batch + 1, 2, new, 2 * size + heads * size + heads, dtype=wide)),
     }
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
@@ -296,15 +301,15 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, co
             rule=DeltaRuleWeights(convolution=o["convolution"], a_log=o["a_log"], dt_bias=o["dt_bias"], norm=o["head_norm"]),
             output=output(o),
         )
-        batch = RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], new)
-        window: list[tuple[Tensor, Tensor, Tensor]] | None = [] if committed else None
-        tokens = RecurrentTokens(batch, o["inputs"], o["states"], LayerRows(), decodes=True, window=window)
-        out = kernels.recurrent_block(ResidualStream(kernels, o["residual"]), block, tokens).norm(o["last norm"], EPS)
-        if window is not None:
-            kernels.commit_recurrent(window[0], block, tokens, o["counts"])
-        return {"out": out}
+        x, windowed = ResidualStream(kernels, o["residual"]), bool(shape["windowed"])
+        for number in range(1 + windowed):
+            batch = RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], new, pending=o["pending"] * number)
+            window = RecurrentWindow(o["window"], o["updates"]) if windowed else None
+            tokens = RecurrentTokens(batch, o["inputs"], o["states"], decodes=True, window=window)
+            x = kernels.recurrent_block(x, block, tokens)
+        return {"out": x.norm(o["last norm"], EPS)}
 
-    return operands.problem(call, ("residual", "inputs", "states"))
+    return operands.problem(call, ("residual", "inputs", "states", "window", "updates"))
 
 
 _TOKENS = between(1, 20, 65)
@@ -336,8 +341,11 @@ _ATTENTIONS = (
     {**_MLPS[0], **_BATCH, "tree": 1},
     {**_MLPS[2], **_BATCH, "batch": 1, "window": 9, "head_norms": 1, "bias": 1},
 )
-_RECURRENT = {"batch": between(1, 4), "new": between(1, 5), "hidden": among(24, 40)}
-_RECURRENTS = ({"batch": 3, "new": 4, "hidden": 40}, {"batch": 1, "new": 1, "hidden": 24})
+_RECURRENT = {"batch": between(1, 4), "new": between(1, 5), "hidden": among(24, 40), "windowed": _FLAG}
+_RECURRENTS = (
+    {"batch": 3, "new": 4, "hidden": 40, "windowed": 1},
+    {"batch": 1, "new": 1, "hidden": 24, "windowed": 0},
+)
 
 
 def _without_key(name: str, corners: tuple[Shape, ...]) -> tuple[Shape, ...]:
@@ -357,6 +365,5 @@ BLOCKS = (
     *in_formats("mlp_block", _mlp_block, _MLP, _MLPS, weights=_FORMATS),
     *in_formats("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, weights=_FORMATS),
     KernelProblems("recurrent_block", _recurrent_block, _RECURRENT, _RECURRENTS),
-    KernelProblems("commit_recurrent", partial(_recurrent_block, committed=True), _RECURRENT, _RECURRENTS),
 )
 """The problems of blocks, for each format of weights and caches."""

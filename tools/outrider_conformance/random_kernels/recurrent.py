@@ -46,7 +46,8 @@ def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], Se
     rows = (dice.permutation(batch + 1)[:batch] + 1).tolist()
     if shape["padding"] and batch > 1:  # sequences of padding share row 0
         rows[-1] = rows[batch // 2] = 0
-    fresh = [dice.coin() for _ in range(batch)]
+    # Of a batch with windows, sequences of padding alone have no earlier tokens.
+    fresh = [not row if shape.get("windowed") else dice.coin() for row in rows]
     lens = [count if first else count + 5 for count, first in zip(counts, fresh, strict=True)]
     operands = {
         "rows": Operand(torch.tensor(rows)),
@@ -66,11 +67,17 @@ def _spoil_unread(state: Tensor, sequences: Sequences) -> Tensor:
 
 def _batch(o: Mapped, shape: Shape) -> RecurrentBatch:
     uniform = not shape["ragged"] and not shape["padding"]
-    return RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], shape["new"], uniform=uniform)
+    return RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], shape["new"], uniform=uniform, pending=o.get("pending"))
 
 
-def _committed(shape: Shape, count: int, dice: RandomValues) -> int:
-    return int(dice.integers(1, count + 1, 1)) if shape["partial_commit"] else count
+def _pending(shape: Shape, sequences: Sequences, dice: RandomValues) -> tuple[Tensor, int]:
+    """Return the signed number of pending tokens of each row, and the number of tokens of a window."""
+    tokens = shape["new"] + 1
+    pending = torch.zeros(shape["batch"] + 2, dtype=torch.int64)
+    for row, *_ in sequences:
+        if row:
+            pending[row] = int(dice.integers(0, tokens + 1, 1)) * (1 if dice.coin() else -1)
+    return pending, tokens
 
 
 def _largest(value: Tensor) -> float:
@@ -84,18 +91,23 @@ def _with_error(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
     return bounds.Number(value, error)
 
 
-def _convolve(x: Tensor, weight: Tensor, state: Tensor, sequences: Sequences, commit: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the convolution in float64, and the state after the committed tokens."""
-    kernel = weight.shape[1]
-    made, after = torch.zeros(x.shape, dtype=torch.float64), state.clone()
-    for number, (row, start, count, fresh) in enumerate(sequences):
-        before = torch.zeros_like(state[row]) if fresh else state[row]
-        inputs = torch.cat((before, x[start : start + count])).double()
+def _convolve(o: Mapping[str, Operand], sequences: Sequences) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the convolution in float64, and the state and the window after it."""
+    x, weight, state = (o[name].tensor for name in ("x", "weight", "state"))
+    kernel, made, after = weight.shape[1], torch.zeros(x.shape, dtype=torch.float64), state.clone()
+    window = o["window"].tensor.clone() if "window" in o else None
+    for row, start, count, fresh in sequences:
+        before, new = torch.zeros_like(state[row]) if fresh else state[row], x[start : start + count]
+        if window is not None:
+            pending = 0 if fresh else int(o["pending"].tensor[row].abs())
+            before = torch.cat((before, window[row]))[pending : pending + kernel - 1]
+            window[row, :count] = new
+        inputs = torch.cat((before, new))
         for token in range(count):
-            summed = (inputs[token : token + kernel] * weight.double().T).sum(0)
+            summed = (inputs[token : token + kernel].double() * weight.double().T).sum(0)
             made[start + token] = summed * torch.sigmoid(summed)
-        after[row] = inputs[commit[number] : commit[number] + kernel - 1].to(state.dtype)
-    return made, after
+        after[row] = (before if window is not None else inputs[count:]).to(state.dtype)
+    return made, after, window
 
 
 def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
@@ -103,17 +115,23 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     channels, kernel = shape["channels"], shape["kernel_size"]
     x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
     state = _spoil_unread(dice.normal(shape["batch"] + 2, kernel - 1, channels, dtype=dtype), sequences)
-    commit = torch.tensor([_committed(shape, count, dice) for _, _, count, _ in sequences])
-    made, after = _convolve(x, weight, state, sequences, commit)
-    operands |= {"x": Operand(x, "wide"), "weight": Operand(weight), "state": Operand(state), "commit": Operand(commit)}
+    operands |= {"x": Operand(x, "wide"), "weight": Operand(weight), "state": Operand(state)}
+    if shape["windowed"]:
+        pending, kept = _pending(shape, sequences, dice)
+        window = dice.normal(shape["batch"] + 2, kept, channels, dtype=dtype)
+        for row, count in enumerate(pending.abs().tolist()[1:], 1):
+            window[row, count:] = torch.nan
+        operands |= {"pending": Operand(pending), "window": Operand(window)}
+    made, after, window_after = _convolve(operands, sequences)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        committed = None if shape["uncommitted"] else o["commit"]
-        return {"out": kernels.short_convolution(o["x"], o["weight"], o["state"], _batch(o, shape), committed)}
+        return {"out": kernels.short_convolution(o["x"], o["weight"], o["state"], _batch(o, shape), o.get("window"))}
 
     unit = _of_tokens(bounds.rounded(_with_error(made, kernel, dtype), dtype, 2.0), sequences)
-    wanted = bounds.exact(state) if shape["uncommitted"] else _of_rows(bounds.exact(after))
-    return Problem(operands, call, {"out": unit, "state": wanted})
+    wanted: dict[str, bounds.Number | Tensor] = {"out": unit, "state": _of_rows(bounds.exact(after))}
+    if window_after is not None:
+        wanted["window"] = _of_rows(bounds.exact(window_after))
+    return Problem(operands, call, wanted)
 
 
 def _of_tokens(x: bounds.Number, sequences: Sequences) -> bounds.Number:
@@ -132,40 +150,54 @@ def _of_rows(state: bounds.Number) -> bounds.Number:
     return state
 
 
-def _apply_rule(o: Mapping[str, Operand], sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """Return the delta rule of ``mixed`` in float64, and the state after the committed tokens."""
-    mixed, gates, state, commit = (o[name].tensor for name in ("mixed", "gates", "state", "commit"))
+def _apply_rule(o: Mapping[str, Operand], sequences: Sequences) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the delta rule of ``mixed`` in float64, and the state and the updates after it."""
+    mixed, gates, state = (o[name].tensor for name in ("mixed", "gates", "state"))
     heads, key, value = state.shape[1:]
     width = (mixed.shape[1] - heads * value) // 2
     made, after = torch.zeros(mixed.shape[0], heads, value, dtype=torch.float64), state.to(torch.float64, copy=True)
+    updates = o["updates"].tensor.to(torch.float64, copy=True) if "updates" in o else None
     q, k, v = mixed.double().split((width, width, heads * value), dim=1)
+
+    def of_heads(each: Tensor) -> Tensor:
+        repeated: Tensor = each.unflatten(-1, (-1, key)).repeat_interleave(heads * key // width, dim=-2)
+        return repeated
 
     def normalized(each: Tensor) -> Tensor:
         each = each.unflatten(1, (-1, key))
-        return (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads * key // width, dim=1)
+        return (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).flatten(1)
 
-    q, k, v = normalized(q) / key**0.5, normalized(k), v.unflatten(1, (heads, value))
+    q, keys, v = of_heads(normalized(q)) / key**0.5, normalized(k), v.unflatten(1, (heads, value))
+    k = of_heads(keys)
     beta, a = gates.double().chunk(2, dim=1)
     rate = o["a_log"].tensor.double().exp()
     factor = torch.exp(-rate * torch.nn.functional.softplus(a + o["dt_bias"].tensor.double()))
-    for number, (row, start, count, fresh) in enumerate(sequences):
+    for row, start, count, fresh in sequences:
         current = torch.zeros_like(after[row]) if fresh else state[row].double()
-        after[row] = current
+        half = 0
+        if updates is not None:
+            pending = int(o["pending"].tensor[row])
+            half = int(pending > 0)
+            for update in updates[row, int(pending < 0), : 0 if fresh else abs(pending)]:
+                own, corrections, factors = update.split((width, heads * value, heads))
+                added = torch.einsum("hk,he->hke", of_heads(own), corrections.view(heads, value))
+                current = current * factors.view(-1, 1, 1) + added
+            after[row] = current
         for token in range(start, start + count):
             current = current * factor[token].view(-1, 1, 1)
             read = torch.einsum("hke,hk->he", current, k[token])
             write = beta[token].sigmoid().unsqueeze(1) * (v[token] - read)
             current = current + torch.einsum("hk,he->hke", k[token], write)
             made[token] = torch.einsum("hke,hk->he", current, q[token])
-            if token - start < commit[number]:
-                after[row] = current
-    return made, after
+            if updates is not None:
+                updates[row, half, token - start] = torch.cat((keys[token], write.flatten(), factor[token]))
+        if updates is None:
+            after[row] = current
+    return made, after, updates
 
 
-def _rule_operands(
-    shape: Shape, dtype: torch.dtype, dice: RandomValues, *, whole: bool = False
-) -> tuple[dict[str, Operand], Sequences]:
-    """Return random operands of the delta rule. ``whole``: all tokens are committed."""
+def _rule_operands(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> tuple[dict[str, Operand], Sequences]:
+    """Return random operands of the delta rule."""
     operands, sequences, tokens = _sequences(shape, dice)
     key_heads, key, value = shape["heads"], shape["key_size"], shape["value_size"]
     heads = key_heads * shape["repeats"]
@@ -181,37 +213,38 @@ def _rule_operands(
         "a_log": Operand(dice.normal(heads, dtype=_wide(dtype))),
         "dt_bias": Operand(dice.normal(heads, dtype=_wide(dtype))),
         "state": Operand(_spoil_unread(state, sequences)),
-        "commit": Operand(torch.tensor([each[2] if whole else _committed(shape, each[2], dice) for each in sequences])),
     }
+    if shape.get("windowed"):
+        pending, kept = _pending(shape, sequences, dice)
+        updates = dice.normal(len(pending), 2, kept, key_heads * key + heads * value + heads, dtype=_wide(dtype))
+        updates[..., : key_heads * key] *= key**-0.5
+        updates[..., -heads:] = updates[..., -heads:].sigmoid()
+        for row, count in enumerate(pending.tolist()[1:], 1):
+            updates[row, int(count < 0), abs(count) :] = updates[row, int(count >= 0)] = torch.nan
+        operands |= {"pending": Operand(pending), "updates": Operand(updates)}
     return operands, sequences
 
 
 def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool) -> Problem:
-    operands, sequences = _rule_operands(shape, dtype, dice, whole=chunks)
-    made, after = _apply_rule(operands, sequences)
-    real = sequences[-1][1] + sequences[-1][2]
-    writes = chunks or not shape["uncommitted"]
-    counts = operands["commit"].tensor.tolist() if writes else [count for _, _, count, _ in sequences]
-    kept = [start + i for (_, start, _, _), count in zip(sequences, counts, strict=True) for i in range(count)]
-    kept += range(real, made.shape[0])
-    operands["defined"] = Operand(defined := torch.tensor(kept))  # on the device, since a capture can't upload it
+    operands, sequences = _rule_operands(shape, dtype, dice)
+    made, after, updates = _apply_rule(operands, sequences)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         given = o["mixed"], o["gates"], o["a_log"], o["dt_bias"], o["state"], _batch(o, shape)
-        if chunks:
-            return {"out": kernels.chunk_gated_delta_rule(*given)}
-        out = kernels.gated_delta_rule(*given, o["commit"] if writes else None)
-        return {"out": out.index_select(0, o["defined"])}
+        return {
+            "out": kernels.chunk_gated_delta_rule(*given) if chunks else kernels.gated_delta_rule(*given, o.get("updates"))
+        }
 
-    steps = shape["new"] + shape["key_size"]
+    steps = 2 * shape["new"] + 1 + shape["key_size"]
     if chunks and dtype.itemsize < 4:  # the products of a chunk may round their operands
         factor = _CHUNK_ROUNDINGS * torch.finfo(dtype).eps
         errors = [torch.full_like(each, factor * _largest(each)) for each in (made, after)]
         out = _of_tokens(bounds.rounded(bounds.Number(made, errors[0]), dtype), sequences)
         return Problem(operands, call, {"out": out, "state": _of_rows(bounds.Number(after, errors[1]))})
     out = _of_tokens(bounds.rounded(_with_error(made, steps, dtype), dtype), sequences)
-    wanted: dict[str, bounds.Number | Tensor] = {"out": out[defined]}
-    wanted["state"] = _of_rows(_with_error(after, steps, dtype)) if writes else bounds.exact(operands["state"].tensor)
+    wanted: dict[str, bounds.Number | Tensor] = {"out": out, "state": _of_rows(_with_error(after, steps, dtype))}
+    if updates is not None:
+        wanted["updates"] = _of_rows(_with_error(updates, steps, dtype))
     return Problem(operands, call, wanted)
 
 
@@ -235,29 +268,25 @@ _FLAG = between(0, 1)
 _BATCH = {"batch": row_counts(1, 5), "ragged": _FLAG, "padding": _FLAG}
 _HEADS = {"heads": between(1, 3), "repeats": between(1, 3), "key_size": among(4, 8, 20)} | {"value_size": among(4, 8, 24)}
 _SMALL = {"batch": 3, "ragged": 0, "padding": 0}
-_PARTLY = {"partial_commit": 1, "uncommitted": 0}
-_WHOLLY = {"partial_commit": 0, "uncommitted": 0}
-_UNCOMMITTED = {"partial_commit": 0, "uncommitted": 1}
 RECURRENT = (
     KernelProblems(
         "short_convolution",
         _short_convolution,
-        {**_BATCH, "new": between(1, 9), "channels": among(8, 24, 136), "kernel_size": between(2, 5)}
-        | {"partial_commit": _FLAG, "uncommitted": _FLAG},
+        {**_BATCH, "new": between(1, 9), "channels": among(8, 24, 136), "kernel_size": between(2, 5)} | {"windowed": _FLAG},
         [
-            {**_SMALL, "new": 4, "channels": 24, "kernel_size": 4, **_PARTLY},
-            {**_SMALL, "new": 1, "channels": 24, "kernel_size": 4, **_UNCOMMITTED},
-            {"batch": 4, "ragged": 1, "padding": 1, "new": 9, "channels": 8, "kernel_size": 4, **_WHOLLY},
+            {**_SMALL, "new": 4, "channels": 24, "kernel_size": 4, "windowed": 1},
+            {**_SMALL, "new": 1, "channels": 24, "kernel_size": 4, "windowed": 1},
+            {"batch": 4, "ragged": 1, "padding": 1, "new": 9, "channels": 8, "kernel_size": 4, "windowed": 0},
         ],
     ),
     KernelProblems(
         "gated_delta_rule",
         partial(_rule, chunks=False),
-        {**_BATCH, **_HEADS, "new": between(1, 6), "partial_commit": _FLAG, "uncommitted": _FLAG},
+        {**_BATCH, **_HEADS, "new": between(1, 6), "windowed": _FLAG},
         [
-            {**_SMALL, "heads": 2, "repeats": 3, "key_size": 8, "value_size": 24, "new": 4, **_PARTLY},
-            {**_SMALL, "heads": 2, "repeats": 1, "key_size": 8, "value_size": 8, "new": 4, **_UNCOMMITTED},
-            {**_SMALL, "heads": 1, "repeats": 2, "key_size": 20, "value_size": 4, "new": 1, **_WHOLLY},
+            {**_SMALL, "heads": 2, "repeats": 3, "key_size": 8, "value_size": 24, "new": 4, "windowed": 1},
+            {**_SMALL, "heads": 2, "repeats": 1, "key_size": 8, "value_size": 8, "new": 4, "windowed": 1},
+            {**_SMALL, "heads": 1, "repeats": 2, "key_size": 20, "value_size": 4, "new": 1, "windowed": 0},
         ],
     ),
     KernelProblems(
@@ -281,11 +310,12 @@ RECURRENT = (
 def check_equal_bits(lab: Lab, stream: Stream, kernel: str, seed: int) -> None:
     """Check that the results of a token, and the state after it, have the same bits however many tokens follow.
 
-    A verified window is computed as a whole, then its accepted tokens are committed. Chunks end where prompts are cut.
+    A window of drafts is verified as a whole, then its accepted tokens are settled, alone or by the next window. Chunks end
+    where prompts are cut.
     """
     kernels, chunks = lab.backend.kernels_in_use, kernel.startswith("chunk")
     new = kernels.state_interval + 2 if chunks else 5
-    form = {"batch": 3, "ragged": 0, "padding": 0, "new": new, "partial_commit": 0, "uncommitted": 1}
+    form = {"batch": 3, "ragged": 0, "padding": 0, "new": new, "windowed": 0 if chunks else 1}
     form |= {"channels": 24, "kernel_size": 4, "heads": 2, "repeats": 2, "key_size": 8, "value_size": 8}
     make = _short_convolution if kernel == "short_convolution" else partial(_rule, chunks=chunks)
     operands = make(form, torch.float32, RandomValues(seed)).operands
@@ -294,25 +324,29 @@ def check_equal_bits(lab: Lab, stream: Stream, kernel: str, seed: int) -> None:
     o = lab.upload(stream, host)
     batch = form["batch"]
 
-    def results(first: int, count: int, before: int, state: Tensor, commit: int | None) -> tuple[Tensor, Tensor]:
-        """Return the results of ``count`` tokens from ``first`` on, after ``before`` earlier tokens, and the state."""
+    def results(
+        first: int, count: int, state: Tensor, window: Tensor | None = None, pending: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results of ``count`` tokens from ``first`` on, and the state. A ``window`` is changed."""
         state = state.clone()
-        tokens = (torch.arange(batch).unsqueeze(1) * new + torch.arange(first, first + count)).flatten()
-        starts = torch.arange(0, batch * count + 1, count, dtype=torch.int32)
-        lens = torch.full((batch,), before + count, dtype=torch.int32)
-        given = lab.upload(stream, {"tokens": tokens, "starts": starts, "lens": lens})
-        counts = None if commit is None else lab.upload(stream, {"counts": torch.full((batch,), commit)})["counts"]
-        rows = RecurrentBatch(o["rows"], given["starts"], given["lens"], count, uniform=True)
+        tokens = (torch.arange(batch).unsqueeze(1) * new + torch.arange(first, first + max(count, 1))).flatten()
+        starts = torch.arange(batch + 1, dtype=torch.int32) * count
+        lens = torch.full((batch,), (0 if chunks else 5) + first + count, dtype=torch.int32)
+        counts = torch.full((batch + 2,), pending)
+        given = lab.upload(stream, {"tokens": tokens, "starts": starts, "lens": lens, "pending": counts})
+        rows = RecurrentBatch(o["rows"], given["starts"], given["lens"], max(count, 1), uniform=count > 0)
         with lab.backend.on(stream):
             own = {name: o[name].index_select(0, given["tokens"]) for name in ("x", "mixed", "gates") if name in o}
+            if window is not None:
+                rows = rows._replace(pending=given["pending"])
             if kernel == "short_convolution":
-                out = kernels.short_convolution(own["x"], o["weight"], state, rows, counts)
+                out = kernels.short_convolution(own["x"], o["weight"], state, rows, window)
             elif chunks:
                 out = kernels.chunk_gated_delta_rule(own["mixed"], own["gates"], o["a_log"], o["dt_bias"], state, rows)
             else:
-                out = kernels.gated_delta_rule(own["mixed"], own["gates"], o["a_log"], o["dt_bias"], state, rows, counts)
+                out = kernels.gated_delta_rule(own["mixed"], own["gates"], o["a_log"], o["dt_bias"], state, rows, window)
         stream.synchronize()
-        return out.cpu().unflatten(0, (batch, count)), state
+        return out.cpu().unflatten(0, (batch, -1)), state
 
     def expect_equal(one: Tensor, other: Tensor, what: str) -> None:
         assert same_bits(one.contiguous(), other.contiguous()), (
@@ -321,15 +355,21 @@ def check_equal_bits(lab: Lab, stream: Stream, kernel: str, seed: int) -> None:
 
     if chunks:
         cut = kernels.state_interval
-        whole, _ = results(0, new, 0, o["state"], None)
-        _, state = results(0, cut, 0, o["state"], None)
-        rest, _ = results(cut, new - cut, cut, state, None)
+        whole, _ = results(0, new, o["state"])
+        _, state = results(0, cut, o["state"])
+        rest, _ = results(cut, new - cut, state)
         expect_equal(whole[:, cut:], rest, f"a pass that begins at token {cut} gives other bits than one that began earlier")
         return
-    whole, _ = results(0, new, 5, o["state"], None)
+    kept = o["window" if kernel == "short_convolution" else "updates"]
+    whole, unchanged = results(0, new, o["state"], kept)
+    expect_equal(unchanged.cpu(), host["state"], "a window without pending tokens changes the state")
     for count in range(1, new):
-        part, state = results(0, count, 5, o["state"], count)
-        again, committed = results(0, new, 5, o["state"], count)
+        part, state = results(0, count, o["state"])
+        # A negative number of pending tokens is in the second half of the updates.
+        halves = kept if kernel == "short_convolution" else kept.flip(1)
+        _, settled = results(count, 0, o["state"], halves.clone(), -count)
+        rest, late = results(count, new - count, o["state"], kept.clone(), count)
         expect_equal(whole[:, :count], part, f"{count} tokens alone give other bits than with {new - count} more")
-        expect_equal(whole[:, :count], again[:, :count], f"results change with the commit of {count} of {new} tokens")
-        expect_equal(state.cpu(), committed.cpu(), f"the state after a commit of {count} of {new} tokens has other bits")
+        expect_equal(state.cpu(), settled.cpu(), f"the state after {count} of {new} tokens of a window has other bits")
+        expect_equal(state.cpu(), late.cpu(), f"the state after {count} tokens has other bits if a window follows")
+        expect_equal(whole[:, count:], rest, f"a window that follows {count} pending tokens gives other bits")

@@ -230,7 +230,7 @@ def test_a_row_with_nan_spoils_no_other_row(lab: Lab, drawn: KernelProblems) -> 
 @promise("RecurrentKernels", "*Equal bits.* The results of a token in")
 @pytest.mark.parametrize("kernel", ["short_convolution", "gated_delta_rule"])
 def test_a_tokens_bits_do_not_depend_on_later_tokens(lab: Lab, kernel: str) -> None:
-    """Results and states are the same with more tokens in the window, and with a commit of any number of them."""
+    """Results and states are the same with more tokens in the window, and however many of them are settled."""
     (stream,) = lab.streams("s")
     check_equal_bits(lab, stream, kernel, lab.seed)
 

@@ -9,6 +9,7 @@ from outrider.device.kernels.blocks import (
     MlpBlock,
     RecurrentBlock,
     RecurrentTokens,
+    RecurrentWindow,
 )
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.formats import CACHE_FORMATS, QUANTIZED_FORMATS
@@ -62,6 +63,7 @@ __all__ = [
     "RecurrentBlock",
     "RecurrentKernels",
     "RecurrentTokens",
+    "RecurrentWindow",
     "RequestInputs",
     "RequestRows",
     "ResidualStream",

@@ -148,6 +148,15 @@ class AttentionTokens(NamedTuple):
     """[T, 1, 1]: factors of the rotated queries; None: no factors."""
 
 
+class RecurrentWindow(NamedTuple):
+    """At most N verified tokens of each of R rows of one recurrent layer (:class:`~outrider.device.RecurrentKernels`)."""
+
+    inputs: Tensor
+    """[R, N, C]: inputs of the short convolution."""
+    updates: Tensor
+    """[R, 2, N, Hk D + Hv Ev + Hv]: changes of the delta rule's state."""
+
+
 class RecurrentTokens(NamedTuple):
     """The T tokens of a recurrent block, and the states of the B sequences, which the block reads and writes."""
 
@@ -159,13 +168,8 @@ class RecurrentTokens(NamedTuple):
     rows: LayerRows = LayerRows()
     decodes: bool = False
     """True if each sequence has few tokens: the block then calls ``gated_delta_rule``, else ``chunk_gated_delta_rule``."""
-    counts: Tensor | None = None
-    """int64 [B]: number of new tokens of each sequence; None: the block computes them from ``batch``."""
-    window: list[tuple[Tensor, Tensor, Tensor]] | None = None
-    """None: the block writes the states after all tokens. A list: states stay unchanged, and the block appends the inputs of
-    the convolution [T, C], its results [T, C], and the gates [T, 2 Hv]. :meth:`BlockKernels.commit_recurrent` computes from
-    them the states after the accepted tokens.
-    """
+    window: RecurrentWindow | None = None
+    """The verified tokens that the states lack, which the block reads and writes; None: the block writes the states."""
 
 
 PRODUCTS = ("linear", "linear_quantized")
@@ -215,17 +219,6 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels):
         heads = gated_heads(self, *recurrent_heads(self, projected, block, tokens), block, tokens)
         rows = tokens.rows.continued(self, x.rows)
         return contributed(self, rows, linear(self, heads, block.output, block.output_bias), block.ranks)
-
-    @composes(*RECURRENCES)
-    def commit_recurrent(
-        self, kept: tuple[Tensor, Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
-    ) -> None:
-        """Write the states after ``counts`` int64 [B] of the tokens for which a recurrent block ``kept`` tensors.
-
-        It computes the bits of the block itself. The default convolves again.
-        """
-        mixed, _, gates = kept
-        _recur(self, mixed, gates, block, tokens, counts, decodes=True)
 
     def _add_gated(self, value: Tensor, result: Tensor, x: Tensor, gate: Weight) -> None:
         """Add a shared expert's ``result`` [T, H], times the sigmoid of the product of ``x`` [T, H] and ``gate`` [1, H], to
@@ -315,32 +308,13 @@ def recurrent_heads(
     sizes = block.channels, block.output.shape[1], 2 * block.rule.a_log.shape[0]
     mixed, gate, *rest = projected[0].split(sizes[: 4 - len(projected)], dim=1)
     gates = rest[0] if rest else projected[1]
-    if tokens.window is None:
-        commit = tokens.batch.token_counts if tokens.counts is None else tokens.counts
-        heads = _recur(kernels, mixed, gates, block, tokens, commit, decodes=tokens.decodes)
-    else:
-        heads = _recur(kernels, mixed, gates, block, tokens, None, decodes=True)
+    rule, (inputs, updates) = block.rule, tokens.window or (None, None)
+    convolved = kernels.short_convolution(mixed, rule.convolution, tokens.convolution, tokens.batch, inputs)
+    operands = convolved, gates, rule.a_log, rule.dt_bias, tokens.delta, tokens.batch
+    heads = kernels.gated_delta_rule(*operands, updates) if tokens.decodes else kernels.chunk_gated_delta_rule(*operands)
     return heads, gate.unflatten(1, heads.shape[1:])
 
 
 def gated_heads(kernels: BlockKernels, heads: Tensor, gate: Tensor, block: RecurrentBlock, tokens: RecurrentTokens) -> Tensor:
     """Return the gated norms of ``heads`` in the rows that continue [S, Hv Ev], before the output product."""
     return tokens.rows.select(kernels, kernels.gated_rms_norm(heads, gate, block.rule.norm, block.eps).flatten(1))
-
-
-def _recur(
-    kernels: RecurrentKernels,
-    mixed: Tensor,
-    gates: Tensor,
-    block: RecurrentBlock,
-    tokens: RecurrentTokens,
-    commit: Tensor | None,
-    *,
-    decodes: bool,
-) -> Tensor:
-    rule = block.rule
-    convolved = kernels.short_convolution(mixed, rule.convolution, tokens.convolution, tokens.batch, commit)
-    if commit is None and tokens.window is not None:
-        tokens.window.append((mixed, convolved, gates))
-    operands = convolved, gates, rule.a_log, rule.dt_bias, tokens.delta, tokens.batch
-    return kernels.gated_delta_rule(*operands, commit) if decodes else kernels.chunk_gated_delta_rule(*operands)

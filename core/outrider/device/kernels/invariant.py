@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,14 +132,20 @@ class InvariantKernels(KernelSet):
         return normed
 
     def short_convolution(
-        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
+        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, window: Tensor | None = None
     ) -> Tensor:
         """Call the wrapped kernel once per token."""
-
-        def one(token: slice, states: Tensor, alone: RecurrentBatch, commit: Tensor) -> Tensor:
-            return self._inner.short_convolution(x[token].clone(), weight, states, alone, commit)
-
-        return _token_by_token(one, state, batch, commit, x.shape[0])
+        tokens = _LoneTokens.of_batch(batch, x.shape[0])
+        if window is not None:
+            self._inner.short_convolution(x[:1], weight, state, tokens.without_tokens(), window)
+            tokens.write_window(window, batch.rows, x)
+        states = tokens.copy_rows(state)
+        made = [
+            self._inner.short_convolution(x[own].clone(), weight, states, alone) for own, alone in tokens.batches_of_one()
+        ]
+        if window is None:
+            state.index_copy_(0, batch.rows, states[:-1])
+        return tokens.without_padding(torch.cat(made))
 
     def gated_delta_rule(
         self,
@@ -148,21 +155,38 @@ class InvariantKernels(KernelSet):
         dt_bias: Tensor,
         state: Tensor,
         batch: RecurrentBatch,
-        commit: Tensor | None = None,
+        updates: Tensor | None = None,
     ) -> Tensor:
-        """Call the wrapped kernel once per token."""
-
-        def one(token: slice, states: Tensor, alone: RecurrentBatch, commit: Tensor) -> Tensor:
-            operands = mixed[token].clone(), gates[token].clone(), a_log, dt_bias
-            return self._inner.gated_delta_rule(*operands, states, alone, commit)
-
-        return _token_by_token(one, state, batch, commit, mixed.shape[0])
+        """Call the wrapped kernel once per token. With ``updates``, each call has a window of its own for its token."""
+        tokens = _LoneTokens.of_batch(batch, mixed.shape[0])
+        if updates is not None:
+            operands = mixed[:1], gates[:1], a_log, dt_bias, state
+            self._inner.gated_delta_rule(*operands, tokens.without_tokens(), updates)
+        states = tokens.copy_rows(state)
+        made, kept = [], []
+        for own, alone in tokens.batches_of_one():
+            operands = mixed[own].clone(), gates[own].clone(), a_log, dt_bias, states
+            if updates is None:
+                made.append(self._inner.gated_delta_rule(*operands, alone))
+                continue
+            window = updates.new_zeros(states.shape[0], 2, 1, updates.shape[3])
+            pending = torch.zeros(states.shape[0], dtype=torch.int64, device=state.device)
+            made.append(self._inner.gated_delta_rule(*operands, alone._replace(pending=pending), window))
+            kept.append(window[alone.rows, 0, 0])
+            self._inner.gated_delta_rule(*operands, tokens.settling(alone, pending + 1), window)
+        if updates is None:
+            state.index_copy_(0, batch.rows, states[:-1])
+        else:
+            assert batch.pending is not None  # required with a window
+            half = batch.pending.index_select(0, batch.rows) > 0
+            tokens.write_window(updates.flatten(0, 1), 2 * batch.rows + half, torch.cat(kept))
+        return tokens.without_padding(torch.cat(made))
 
     def chunk_gated_delta_rule(
         self, mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, batch: RecurrentBatch
     ) -> Tensor:
         """Compute the delta rule token by token, because the bits of a chunk would depend on where the chunk begins."""
-        return self.gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch, batch.token_counts)
+        return self.gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch)
 
     def rope_write_cache(
         self,
@@ -235,42 +259,63 @@ class InvariantKernels(KernelSet):
     # Biases, penalties and counts compute each number alone, and a move copies: no shape changes their results.
 
 
-def _token_by_token(
-    function: Callable[[slice, Tensor, RecurrentBatch, Tensor], Tensor],
-    state: Tensor,
-    batch: RecurrentBatch,
-    commit: Tensor | None,
-    tokens: int,
-) -> Tensor:
-    """Return the results of ``function``, called for each token alone on copies of the states. Write the states of the tokens
-    that ``commit`` names.
-    """
-    device, count = state.device, batch.rows.shape[0]
-    starts = batch.query_start.to(torch.int64)
-    token, sequence = _token_owners(starts, tokens, count)
-    lane = token - starts.index_select(0, sequence)
-    before = batch.seq_lens.to(torch.int64) - batch.token_counts
-    lens = (before.index_select(0, sequence) + lane + 1).to(torch.int32)
-    real = token < starts[-1]
-    # The last copy takes padding.
-    rows = torch.where(real, sequence, count)
-    states = torch.cat((state.index_select(0, batch.rows), state[:1]))
-    kept = states.clone()
-    once = torch.ones(1, dtype=torch.int64, device=device)
-    alone = torch.arange(2, dtype=torch.int32, device=device)
-    made = []
-    for index in range(tokens):
-        own = slice(index, index + 1)
-        made.append(function(own, states, RecurrentBatch(rows[own], alone, lens[own], 1), once))
-        if commit is not None:
-            counts = (lane[own] < commit.index_select(0, sequence[own])) & real[own]
-            after = states.index_select(0, rows[own])
-            shape = (-1, *([1] * (state.dim() - 1)))
-            kept.index_copy_(0, rows[own], torch.where(counts.view(shape), after, kept.index_select(0, rows[own])))
-    if commit is not None:
-        state.index_copy_(0, batch.rows, kept[:count])
-    results = torch.cat(made)
-    return torch.where(real.view(-1, *[1] * (results.dim() - 1)), results, 0.0)
+@dataclass(frozen=True, slots=True)
+class _LoneTokens:
+    """The T tokens of a batch of B sequences, for calls of recurrent kernels with one token each on copies of the states."""
+
+    batch: RecurrentBatch
+    sequence: Tensor
+    """int64 [T]: the sequence of each token."""
+    lane: Tensor
+    """int64 [T]: index of each token in its sequence."""
+    is_token: Tensor
+    """bool [T]: False for padding."""
+
+    @classmethod
+    def of_batch(cls, batch: RecurrentBatch, tokens: int) -> _LoneTokens:
+        starts = batch.query_start.to(torch.int64)
+        token, sequence = _token_owners(starts, tokens, batch.rows.shape[0])
+        return cls(batch, sequence, token - starts.index_select(0, sequence), token < starts[-1])
+
+    @property
+    def _earlier(self) -> Tensor:
+        """int32 [B]: number of earlier tokens of each sequence."""
+        return self.batch.seq_lens - self.batch.query_start.diff()
+
+    def without_tokens(self) -> RecurrentBatch:
+        """Return the batch without new tokens, whose rows are settled."""
+        starts = torch.zeros_like(self.batch.query_start)
+        return RecurrentBatch(self.batch.rows, starts, self._earlier.clamp(max=1), 1, pending=self.batch.pending)
+
+    def copy_rows(self, state: Tensor) -> Tensor:
+        """Return copies of the states of the sequences [B + 1, ...]; the last one takes padding."""
+        return torch.cat((state.index_select(0, self.batch.rows), state[:1]))
+
+    def batches_of_one(self) -> Iterator[tuple[slice, RecurrentBatch]]:
+        """Yield each token's place, and the batch of this token alone on the copies of :meth:`copy_rows`."""
+        rows = torch.where(self.is_token, self.sequence, self.batch.rows.shape[0])
+        lens = (self._earlier.index_select(0, self.sequence) + self.lane + 1).to(torch.int32)
+        starts = torch.arange(2, dtype=torch.int32, device=rows.device)
+        for index in range(rows.shape[0]):
+            own = slice(index, index + 1)
+            yield own, RecurrentBatch(rows[own], starts, lens[own], 1)
+
+    @staticmethod
+    def settling(alone: RecurrentBatch, pending: Tensor) -> RecurrentBatch:
+        """Return the batch ``alone`` without its token, which is pending."""
+        return alone._replace(query_start=torch.zeros_like(alone.query_start), pending=pending)
+
+    def write_window(self, window: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Write ``values`` [T, W] to ``window`` [P, N, W], at each sequence's place among ``rows`` int64 [B]. Padding is
+        written to row 0.
+        """
+        place = torch.where(self.is_token, rows.index_select(0, self.sequence), 0)
+        lane = torch.where(self.is_token, self.lane, 0)
+        window.index_put_((place, lane), values.to(window.dtype))
+
+    def without_padding(self, results: Tensor) -> Tensor:
+        """Return ``results`` [T, ...] with zeros for padding."""
+        return torch.where(self.is_token.view(-1, *[1] * (results.dim() - 1)), results, 0.0)
 
 
 def _token_owners(starts: Tensor, tokens: int, count: int) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,9 @@ class RecurrentBatch(NamedTuple):
     ``settled``: a whole decoder layer was enqueued after the last write to these tensors and to the rows of the states, as in
     :class:`~outrider.device.AttentionMetadata`. ``uniform``: every sequence has exactly ``max_query`` new tokens, and there
     is no padding. Otherwise results of padding are zeros.
+
+    ``pending`` int64 [R]: the magnitude is the number of tokens of each row's window that the row's states lack. Passes
+    with windows read it and leave it to the caller.
     """
 
     rows: Tensor
@@ -45,6 +48,7 @@ class RecurrentBatch(NamedTuple):
     max_query: int
     settled: bool = False
     uniform: bool = False
+    pending: Tensor | None = None
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -53,24 +57,20 @@ class RecurrentBatch(NamedTuple):
         """
         return self[:4]
 
-    @property
-    def token_counts(self) -> Tensor:
-        """int64 [B]: number of new tokens of each sequence."""
-        return (self.query_start[1:] - self.query_start[:-1]).to(torch.int64)
-
 
 class RecurrentKernels:
     """Kernels of recurrent layers. Rules: :class:`~outrider.device.KernelSet`.
 
     C channels are q and k of Hk heads of size D, then v of Hv heads of size E. R state rows, K kernel size.
 
-    *Commit.* ``commit`` int64 [B] is a number of new tokens for each sequence, from 1 to its own. The kernel then writes the
-    state after that many tokens to the sequence's row; results of later tokens are undefined. None leaves all states
-    unchanged: so drafts are verified. A second call with the same inputs and the number of accepted tokens then commits
-    exactly what the first call computed.
+    *Windows.* Speculation can't truncate a state when drafts are rejected, so a pass over drafts must not write them to it.
+    Without a window, a kernel writes the state after all new tokens to each sequence's row. With one, it first *settles* the
+    row: the state receives the pending tokens of the row's window (:attr:`RecurrentBatch.pending`). The kernel then computes
+    the new tokens and keeps them in the window instead of the state. A sequence without new tokens is settled alone. One
+    without earlier tokens has no pending ones, and its row's state may be left alone.
 
     *Equal bits.* The results of a token in :meth:`short_convolution` and :meth:`gated_delta_rule` don't depend on the number
-    of new tokens after it, nor on ``commit``.
+    of new tokens after it, nor on windows. A settled state has the bits of a pass over the same tokens without a window.
     """
 
     state_interval: int = CHUNK
@@ -80,14 +80,16 @@ class RecurrentKernels:
     """
 
     def short_convolution(
-        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
+        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, window: Tensor | None = None
     ) -> Tensor:
         """Return SiLU of the causal depthwise convolution of ``x`` [T, C] with ``weight`` [C, K] → [T, C].
 
-        ``state`` [R, K - 1, C] holds the last inputs of each row, the oldest first. The last column of ``weight`` belongs to
-        the token itself. Sums are in float32 or wider.
+        ``state`` [R, K - 1, C] holds the last inputs of each row, the oldest first, and ``window`` [R, N, C] the inputs that
+        follow them. The last column of ``weight`` belongs to the token itself. Sums are in float32 or wider.
         """
-        return torch.ops.outrider.short_convolution(x, weight, state, *batch.operands, commit)  # type: ignore[no-any-return]
+        return torch.ops.outrider.short_convolution(  # type: ignore[no-any-return]
+            x, weight, state, *batch.operands, batch.pending, window
+        )
 
     def gated_delta_rule(
         self,
@@ -97,7 +99,7 @@ class RecurrentKernels:
         dt_bias: Tensor,
         state: Tensor,
         batch: RecurrentBatch,
-        commit: Tensor | None = None,
+        updates: Tensor | None = None,
     ) -> Tensor:
         """Return the gated delta rule (Yang et al. 2024) of the convolution's result ``mixed`` [T, C] → [T, Hv, E].
 
@@ -105,9 +107,13 @@ class RecurrentKernels:
         heads h Hv / Hk onwards. q and k are divided by their Euclidean norm (with 1e-6 under the root), and q by the root of
         D. For each token: S *= exp(-exp(a_log) softplus(a + dt_bias)); S += k (sigmoid(b) (v - S'k))'; the result is S'q.
         All of it is computed in float32 or wider. For few tokens of a sequence.
+
+        The window ``updates`` [R, 2, N, Hk D + Hv E + Hv], in float32 or wider, holds three parts of each token: k, the
+        factors of k in the second assignment, and the factors of S in the first. A positive number of pending tokens counts
+        those of the first half, which then stays unchanged; new tokens are kept in the other half.
         """
         return torch.ops.outrider.gated_delta_rule(  # type: ignore[no-any-return]
-            mixed, gates, a_log, dt_bias, state, *batch.operands, commit
+            mixed, gates, a_log, dt_bias, state, *batch.operands, batch.pending, updates
         )
 
     def chunk_gated_delta_rule(

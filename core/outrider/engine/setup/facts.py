@@ -85,6 +85,8 @@ class DeviceModelFacts:
     cached_bytes: int = 0
     state_bytes: int = 0
     """Bytes of one request's recurrent states."""
+    window_bytes: int = 0
+    """Bytes of the verified tokens that the states of one request lack."""
 
 
 def max_graph_tokens(capabilities: Capabilities) -> int:
@@ -125,6 +127,7 @@ def collect_facts(
         cache_dtype=model.cache_dtype,
         cached_bytes=kept,
         state_bytes=proposer.state_bytes + (config.recurrent.state_bytes(model.dtype) if config.recurrent else 0),
+        window_bytes=window,
         context=config.max_context,
         slots=proposer.slots,
         token_bytes=kept + proposer.token_bytes,
@@ -133,7 +136,6 @@ def collect_facts(
         # counts for penalties
         request_bytes=torch.int32.itemsize * config.vocab_size
         + (_GRAPHS_REQUEST_BYTES if captures else 0)
-        + window
         + proposer.request_bytes
         + sync.bytes_per_request,
         fixed_bytes=_GRAPHS_BYTES if captures else 0,

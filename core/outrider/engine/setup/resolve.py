@@ -209,7 +209,7 @@ class _Decisions:
         """Return ``requests``, or fewer if their recurrent states would exceed :data:`STATES_SHARE` of the memory, with the
         reason.
         """
-        memory, state_bytes = self._facts.memory, self._facts.state_bytes
+        memory, state_bytes = self._facts.memory, self._facts.state_bytes + self._facts.window_bytes
         if state_bytes and memory is not None:
             held = max(1, int(memory.free * STATES_SHARE) // state_bytes - 1)
             if held < requests:
@@ -361,8 +361,11 @@ class _Decisions:
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of all rows of recurrent states: those of requests, of checkpoints, and the padding row."""
-        return state_rows(self._max_requests, self._number("state_checkpoints")) * self._facts.state_bytes
+        """Bytes of all rows of recurrent states: those of requests, of checkpoints, and the padding row. Checkpoints have no
+        windows.
+        """
+        requests, checkpoints, facts = self._max_requests, self._number("state_checkpoints"), self._facts
+        return state_rows(requests, checkpoints) * facts.state_bytes + state_rows(requests, 0) * facts.window_bytes
 
     def _number(self, name: str) -> int:
         value = self.values[name]

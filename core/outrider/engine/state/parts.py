@@ -86,9 +86,9 @@ class EngineParts:
             options=self.options,
             future=self.future,
             states=self.states,
-            kernels=kernels,
+            cache=self.cache,
+            model=model,
             page_size=page_size,
-            rope=model.config.rope,
             draft_lengths=bool(widths),
         )
         self.transfer = StateTransfer(
@@ -105,7 +105,7 @@ class EngineParts:
 
     def _allocate_cache(self) -> KVCache:
         """Allocate the KV pages and recurrent states of the target."""
-        config, model = self.config, self.model
+        config, model, depth = self.config, self.model, self.proposer.depth
         return KVCache.for_model(
             model.config,
             pages=config.num_pages,
@@ -114,6 +114,7 @@ class EngineParts:
             cache_dtype=model.cache_dtype,
             rows=state_rows(config.max_requests, config.state_checkpoints),
             device=self.backend.device,
+            windows=(state_rows(config.max_requests, 0), depth + 1 if depth else 0),
         )
 
     def _allocate_buffers(self, pages: int) -> StaticBuffers:

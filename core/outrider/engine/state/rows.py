@@ -165,6 +165,7 @@ class StateTransfer:
             keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
             draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
             row = self._scalar(request.row)
+            self._model.settle(self._cache, row)
             states = tuple(self._model.kernels.gather_rows(state, row) for state in self.states)
             return keys_values, draft_caches, dict(self._future.gather_relay(row)), states
 
@@ -206,7 +207,9 @@ class StateTransfer:
         read the result once ``ready`` is done. The caller keeps the pages, and with recurrent layers the row.
         """
         with self._backend.on(self._forward):
-            relay = dict(self._future.gather_relay(self._scalar(request.row)))
+            row = self._scalar(request.row)
+            self._model.settle(self._cache, row)
+            relay = dict(self._future.gather_relay(row))
         copies: dict[str, Tensor] = {}
         for name, value in relay.items():
             copies[name] = self._new_pinned(value)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, KernelSet, Stream
+from outrider.device import AttentionMetadata, Backend, Stream
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
-from outrider.model import LayerState, RopeConfig
+from outrider.model import KVCache, LanguageModel, LayerState, RopeConfig
 from outrider.speculative.proposer import HostSeqLens
 
 if TYPE_CHECKING:
@@ -366,9 +366,9 @@ class InputUpload:
         options: OptionTable,
         future: FutureMap,
         states: Sequence[LayerState],
-        kernels: KernelSet,
+        cache: KVCache,
+        model: LanguageModel,
         page_size: int,
-        rope: RopeConfig,
         draft_lengths: bool,
     ) -> None:
         """``draft_lengths``: each request can have a draft length of its own."""
@@ -377,9 +377,10 @@ class InputUpload:
         self._options = options
         self._future = future
         self._states = states
-        self._kernels = kernels
+        self._cache = cache
+        self._model = model
         self._page_size = page_size
-        self._rope = rope
+        self._rope = model.config.rope
         self._draft_lengths = draft_lengths
 
     def pack(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
@@ -451,6 +452,11 @@ class InputUpload:
         """Write the token counts of new requests with penalties, on the forward stream, before the first count."""
         self._options.write_token_counts(self._staged(packer))
 
+    def forget_pending(self, packer: Packer) -> None:
+        """Drop the verified tokens that earlier owners left in the windows of new requests, on the forward stream."""
+        if self._cache.pending is not None:
+            self._cache.pending.index_fill_(0, self._staged(packer)("admitted"), 0)
+
     def copy_states(self, packer: Packer, which: str) -> None:
         """Copy the states of all recurrent layers from the first to the second row of each pair in the segment ``which``, on
         the forward stream.
@@ -458,8 +464,10 @@ class InputUpload:
         States are restored before the prefill that continues them and saved after the prefill that wrote them, of the draft
         too.
         """
-        pairs = self._staged(packer)(which).view(-1, 2)
+        kernels, pairs = self._model.kernels, self._staged(packer)(which).view(-1, 2)
         sources, targets = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+        if which == SAVED_STATES:
+            self._model.settle(self._cache, sources)
         for layer in self._states:
             for state in layer:
-                self._kernels.scatter_rows(state, targets, self._kernels.gather_rows(state, sources))
+                kernels.scatter_rows(state, targets, kernels.gather_rows(state, sources))

@@ -152,11 +152,19 @@ class RecurrentConfig:
         wide = torch.promote_types(dtype, self.state_dtype)
         return len(self.layers) * (math.prod(inputs) * dtype.itemsize + math.prod(state) * wide.itemsize)
 
-    def window_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that verification keeps of one token in all layers, until the states of the accepted tokens are
-        written: inputs and results of the convolution, and the gates.
+    @property
+    def update_width(self) -> int:
+        """Number of elements that describe how a token changes the delta rule's state: keys, their factors, and the
+        state's factors.
         """
-        return len(self.layers) * 2 * (self.channels + self.value_heads) * dtype.itemsize
+        return self.key_width + self.value_width + self.value_heads
+
+    def window_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one verified token in the windows of all layers: the input of the convolution, and two halves
+        of updates.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        return len(self.layers) * (self.channels * dtype.itemsize + 2 * self.update_width * wide.itemsize)
 
     def shard(self, ranks: int) -> RecurrentConfig:
         """Return the config of one of ``ranks`` tensor-parallel ranks, which holds key heads with their value heads.

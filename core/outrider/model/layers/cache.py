@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError
+from outrider.device import ConfigError, RecurrentWindow
 from outrider.model.config.model_config import ModelConfig, RecurrentConfig
 
 
@@ -35,6 +35,12 @@ class KVCache:
     """Keys and values [P, S, Hkv, D] of each layer with attention, in the order of the layers."""
     states: tuple[LayerState, ...] = ()
     """States of each recurrent layer, in the order of the layers; empty for a model without one."""
+    windows: tuple[RecurrentWindow, ...] = ()
+    """Verified tokens of each recurrent layer, of the rows of requests; empty if none are drafted."""
+    pending: Tensor | None = None
+    """Number of tokens of each row's windows that the row's states lack, int64 [rows of windows]; negative for updates in
+    the second half of their window (:class:`~outrider.device.RecurrentKernels`). None without windows.
+    """
 
     @classmethod
     def for_model(
@@ -47,8 +53,12 @@ class KVCache:
         cache_dtype: torch.dtype,
         rows: int,
         device: torch.device,
+        windows: tuple[int, int] = (0, 0),
     ) -> KVCache:
-        """Allocate the pages in ``cache_dtype`` and the state ``rows`` of a model in ``dtype``; see :meth:`allocate`."""
+        """Allocate the pages in ``cache_dtype`` and the state ``rows`` of a model in ``dtype``; see :meth:`allocate`.
+
+        ``windows``: number of rows that have windows of verified tokens, and the most tokens of a window.
+        """
         cache = cls.allocate(
             len(config.attention_layers),
             config.num_kv_heads,
@@ -60,7 +70,7 @@ class KVCache:
         )
         if config.recurrent is None:
             return cache
-        return cache.with_states(config.recurrent, rows, dtype)
+        return cache.with_states(config.recurrent, rows, dtype).with_windows(config.recurrent, *windows, dtype)
 
     @classmethod
     def allocate(
@@ -99,6 +109,30 @@ class KVCache:
             return torch.zeros((rows, *shape), dtype=dtype, device=device)
 
         return replace(self, states=tuple(LayerState(zeros(inputs, dtype), zeros(state, wide)) for _ in config.layers))
+
+    def with_windows(self, config: RecurrentConfig, rows: int, tokens: int, dtype: torch.dtype) -> KVCache:
+        """Return a cache of the same pages and states, with windows of ``tokens`` verified tokens for the first ``rows``.
+
+        Returns this cache if one of both is 0.
+        """
+        if not rows or not tokens:
+            return self
+        wide, device = torch.promote_types(dtype, torch.float32), self.layers[0][0].device
+
+        def window() -> RecurrentWindow:
+            inputs = torch.zeros((rows, tokens, config.channels), dtype=dtype, device=device)
+            return RecurrentWindow(inputs, torch.zeros((rows, 2, tokens, config.update_width), dtype=wide, device=device))
+
+        pending = torch.zeros(rows, dtype=torch.int64, device=device)
+        return replace(self, windows=tuple(window() for _ in config.layers), pending=pending)
+
+    def accept(self, rows: Tensor, accepted: Tensor) -> None:
+        """Count the ``accepted`` int64 [B] drafts of ``rows`` int64 [B], and the token before them, as pending. Row 0 keeps
+        none.
+        """
+        if self.pending is not None:
+            counts = torch.where(self.pending.index_select(0, rows) > 0, -1 - accepted, accepted + 1)
+            self.pending.index_copy_(0, rows, torch.where(rows > 0, counts, 0))
 
     @property
     def pages(self) -> int:

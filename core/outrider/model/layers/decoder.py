@@ -5,6 +5,7 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet, ResidualStream, Weight
+from outrider.device import ConfigError, KernelSet, RecurrentBatch, RecurrentWindow, ResidualStream, Weight
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.kernelset import BLOCKS
 from outrider.device.kernels.weights import linear, prepare
@@ -102,19 +103,19 @@ class Decoder(LanguageModel):
         features = () if inputs.embeddings is None else inputs.embeddings.split(self.config.hidden_size, dim=1)
         if self.config.rope.query_beta:
             inputs = replace(inputs, query_scales=query_scales(self.config.rope, inputs.positions).to(self.dtype))
-        if inputs.states is not None and inputs.states.window is None:
-            counts = inputs.attention.query_start.diff().to(torch.int64)
-            inputs = replace(inputs, states=replace(inputs.states, counts=counts))
+        windows: Sequence[RecurrentWindow | None] = (None,) * len(cache.states)
+        if inputs.states is not None and inputs.states.decodes and cache.windows:
+            windows, inputs = cache.windows, replace(inputs, states=replace(inputs.states, pending=cache.pending))
         states: tuple[Tensor, ...] = ()
         if layers:
             width = x.rows.shape[1]
             states = SideBySide(x.rows.new_empty((x.rows.shape[0], len(layers) * width)), width)
         self.begin_pass(inputs)
         last, reads_output = len(self._layers) - 1, len(self._layers) in layers
-        pages_of_layers, states_of_layers = iter(cache.layers), iter(cache.states)
+        pages_of_layers, states_of_layers = iter(cache.layers), zip(cache.states, windows, strict=True)
         whole = inputs.whole
         for index, layer in enumerate(self._layers):
-            pages = next(states_of_layers if layer.is_recurrent else pages_of_layers)
+            pages: tuple[Any, Any] = next(states_of_layers if layer.is_recurrent else pages_of_layers)
             captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
             x = layer.forward(x, inputs if index == last and not reads_output else whole, cos_sin, pages, captured)
             if index + 1 < len(features):
@@ -128,15 +129,16 @@ class Decoder(LanguageModel):
             final = inputs.select_rows(final, self.kernels)
         return final, states
 
-    def commit(self, inputs: ForwardInput, cache: KVCache, accepted: Tensor) -> None:
-        """Run the recurrent layers again over the ``accepted`` int64 [B] tokens of each sequence, from the inputs that the
-        pass kept, and write the resulting states to ``cache``.
-        """
-        assert inputs.states is not None  # the caller verified drafts
-        assert inputs.states.window is not None
-        layers, counts = (layer for layer in self._layers if isinstance(layer, RecurrentLayer)), accepted + 1
-        for layer, kept, state in zip(layers, inputs.states.window, cache.states, strict=True):
-            layer.commit(kept, inputs, state, counts)
+    def settle(self, cache: KVCache, rows: Tensor) -> None:
+        """Write the pending tokens of the windows of ``rows`` to the states."""
+        if cache.pending is None:
+            return
+        starts = torch.zeros(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
+        batch = RecurrentBatch(rows, starts, starts[1:] + 1, 1, pending=cache.pending)
+        layers = (layer for layer in self._layers if isinstance(layer, RecurrentLayer))
+        for layer, state, window in zip(layers, cache.states, cache.windows, strict=True):
+            layer.settle(state, window, batch)
+        cache.pending.index_fill_(0, rows, 0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, Vd] of ``hidden`` [N, H], gathered from all ranks."""

@@ -15,6 +15,7 @@ from outrider.device import (
     LayerRows,
     RecurrentBatch,
     RecurrentTokens,
+    RecurrentWindow,
     RotaryArgs,
 )
 from outrider.model.layers.cache import LayerState
@@ -75,13 +76,11 @@ class StateInput:
     rows: Tensor
     """Row of each sequence's states, int64 [B]; row 0 for padding sequences."""
     decodes: bool = False
-    """True if each sequence has few tokens, which a recurrence computes token by token."""
-    counts: Tensor | None = None
-    """Number of new tokens of each sequence, int64 [B]. The decoder computes it once for all layers."""
-    window: list[tuple[Tensor, Tensor, Tensor]] | None = None
-    """None: the pass writes the states after all tokens. A list: states stay unchanged, and each recurrent layer appends
-    tensors, from which :meth:`LanguageModel.commit` computes the states after the accepted tokens.
+    """True if each sequence has few tokens, which a recurrence computes token by token. With a cache that has windows, they
+    keep the tokens. Otherwise the pass writes the states after all tokens.
     """
+    pending: Tensor | None = None
+    """:attr:`KVCache.pending`, which the decoder sets for a pass with windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,10 @@ class ForwardInput:
         rotary = RotaryArgs(*cos_sin, *cache, self.slots)
         return AttentionTokens(attention, rotary, self._layer_rows(captured), self.query_scales)
 
-    def recurrent_tokens(self, state: LayerState, captured: tuple[Tensor, ...] = ()) -> RecurrentTokens:
-        """Return the tokens and states of a recurrent block; ``captured`` as in :meth:`attention_tokens`.
+    def recurrent_tokens(
+        self, state: LayerState, window: RecurrentWindow | None, captured: tuple[Tensor, ...] = ()
+    ) -> RecurrentTokens:
+        """Return the tokens, states and window of a recurrent block; ``captured`` as in :meth:`attention_tokens`.
 
         Raises :class:`ConfigError` for a pass without states.
         """
@@ -147,10 +148,8 @@ class ForwardInput:
         if states is None:
             raise ConfigError("a model with recurrent layers was called without the rows of its states (ForwardInput.states)")
         operands = states.rows, attention.query_start, attention.seq_lens, attention.max_query
-        batch = RecurrentBatch(*operands, settled=attention.settled, uniform=attention.uniform)
-        return RecurrentTokens(
-            batch, *state, self._layer_rows(captured), decodes=states.decodes, counts=states.counts, window=states.window
-        )
+        batch = RecurrentBatch(*operands, attention.settled, attention.uniform, states.pending)
+        return RecurrentTokens(batch, *state, self._layer_rows(captured), decodes=states.decodes, window=window)
 
     def _layer_rows(self, captured: tuple[Tensor, ...]) -> LayerRows:
         return LayerRows(None if self.kept is None else self.kept.index, captured)

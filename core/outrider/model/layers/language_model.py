@@ -136,12 +136,11 @@ class LanguageModel(ABC):
         """
         return self.forward_with_aux_hidden_states(inputs, cache, ())[0]
 
-    def commit(self, inputs: ForwardInput, cache: KVCache, accepted: Tensor) -> None:
-        """Write the states of recurrent layers after ``accepted`` int64 [B] drafts of a pass that kept its window.
-
-        ``inputs`` are those of the pass, with ``states.window`` filled. The default has no recurrent layers to write.
+    def settle(self, cache: KVCache, rows: Tensor) -> None:
+        """Write the pending tokens of the windows of ``rows`` int64 [B] to the states, for a reader other than a pass over
+        drafts. The default has no recurrent layers.
         """
-        del inputs, cache, accepted
+        del cache, rows
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, RecurrentBlock, ResidualStream
+from outrider.device import KernelSet, RecurrentBatch, RecurrentBlock, RecurrentWindow, ResidualStream
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
@@ -69,11 +70,11 @@ class DecoderLayer:
 
 
 class RecurrentLayer(DecoderLayer):
-    """A layer with a recurrent block in place of attention. Its ``cache`` is a :class:`LayerState` instead of keys and
-    values.
+    """A layer with a recurrent block in place of attention. Its ``cache`` is a :class:`LayerState`, and the window of a pass
+    over drafts or None, instead of keys and values.
 
-    Speculation can't truncate a recurrent state. A pass over drafts therefore leaves the states unchanged and keeps tensors;
-    :meth:`commit` computes the accepted tokens again and writes their states. Both passes compute the same bits.
+    Speculation can't truncate a recurrent state. A pass over drafts therefore keeps their tokens in a window. The next pass
+    over drafts, or :meth:`settle`, changes the state by the accepted ones.
     """
 
     is_recurrent = True
@@ -83,19 +84,22 @@ class RecurrentLayer(DecoderLayer):
         x: ResidualStream,
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
-        cache: tuple[Tensor, Tensor],
+        cache: tuple[Any, Any],
         captured: tuple[Tensor, ...] = (),
     ) -> ResidualStream:
         """Return the residual stream after this layer, which does not rotate queries and keys."""
         del cos_sin
-        return self._mlp(self._mixer(x, inputs.recurrent_tokens(LayerState(*cache), captured)))
+        return self._mlp(self._mixer(x, inputs.recurrent_tokens(*cache, captured)))
 
-    def commit(self, kept: tuple[Tensor, Tensor, Tensor], inputs: ForwardInput, state: LayerState, counts: Tensor) -> None:
-        """Write the states after ``counts`` int64 [B] tokens of each sequence. The pass over ``inputs`` ``kept`` tensors."""
+    def settle(self, state: LayerState, window: RecurrentWindow, batch: RecurrentBatch) -> None:
+        """Write the pending tokens of ``batch``, which has no new tokens, to the states."""
         block: RecurrentBlock = self._mixer.weights
-        tokens = inputs.recurrent_tokens(state)
-        # The layers of the pass ran after the last write to the states.
-        self._kernels.commit_recurrent(kept, block, tokens._replace(batch=tokens.batch._replace(settled=True)), counts)
+        rule, width = block.rule, 2 * block.rule.a_log.shape[0]
+        padding = torch.zeros((1, block.channels + width), dtype=window.inputs.dtype, device=window.inputs.device)
+        mixed, gates = padding.split((block.channels, width), dim=1)
+        self._kernels.short_convolution(mixed, rule.convolution, state.convolution, batch, window.inputs)
+        operands = mixed, gates, rule.a_log, rule.dt_bias, state.delta, batch
+        self._kernels.gated_delta_rule(*operands, window.updates)
 
 
 def create_layers(

@@ -107,8 +107,8 @@ _define("paged_attention", model.paged_attention, lambda q, *rest: q.new_empty(q
 _define("route", experts.route, lambda logits, count, renormalize, first, last: _routed(logits, count, first, last))
 _define("experts_quantized", experts.experts_quantized, _empty_like)
 _define("experts", experts.experts, _mixed)
-_define("short_convolution", recurrent.short_convolution, _empty_like, writes=("state",))
-_define("gated_delta_rule", recurrent.gated_delta_rule, _empty_values, writes=("state",))
+_define("short_convolution", recurrent.short_convolution, _empty_like, writes=("state", "window"))
+_define("gated_delta_rule", recurrent.gated_delta_rule, _empty_values, writes=("state", "updates"))
 _define("chunk_gated_delta_rule", recurrent.chunk_gated_delta_rule, _empty_values, writes=("state",))
 _define("gated_rms_norm", recurrent.gated_rms_norm, lambda x, gate, weight, eps: _normed(x, weight))
 _define(
@@ -213,6 +213,16 @@ def _cells_of_state(arguments: Mapping[str, Any]) -> Tensor:
     return cells.flatten()
 
 
+def _cells_of_window(arguments: Mapping[str, Any]) -> Tensor:
+    """Return the cells of the rows of ``window`` that a convolution reads or writes."""
+    return _cells_of_state({"state": arguments["window"], "rows": arguments["rows"]})
+
+
+def _cells_of_updates(arguments: Mapping[str, Any]) -> Tensor:
+    """Return the cells of the rows of ``updates`` that a delta rule reads or writes: both halves."""
+    return _cells_of_state({"state": arguments["updates"], "rows": arguments["rows"]})
+
+
 def _rows_of_requests(arguments: Mapping[str, Any]) -> Tensor:
     """Return the rows of a state with one dimension that an operator reads or writes."""
     rows: Tensor = arguments["rows"]
@@ -245,8 +255,12 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
     {
         "outrider::rope_write_cache": MappingProxyType({"k_cache": _rows_of_slots, "v_cache": _rows_of_slots}),
         "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
-        "outrider::short_convolution": MappingProxyType({"state": _cells_of_state}),
-        "outrider::gated_delta_rule": MappingProxyType({"state": _cells_of_state}),
+        "outrider::short_convolution": MappingProxyType(
+            {"state": _cells_of_state, "window": _cells_of_window, "pending": _rows_of_requests}
+        ),
+        "outrider::gated_delta_rule": MappingProxyType(
+            {"state": _cells_of_state, "updates": _cells_of_updates, "pending": _rows_of_requests}
+        ),
         "outrider::chunk_gated_delta_rule": MappingProxyType({"state": _cells_of_state}),
         "outrider::penalize_logits": MappingProxyType({"counts": _cells_of_rows}),
         "outrider::count_tokens": MappingProxyType({"counts": _cells_of_tokens}),

@@ -54,6 +54,16 @@ class _SequenceLanes:
         out[torch.where(self.is_token, self.index, tokens).flatten()] = dense.flatten(0, 1)
         return out[:tokens]
 
+    def pending_of(self, pending: Tensor, rows: Tensor) -> Tensor:
+        """Return the signed numbers of pending tokens of ``rows``, int64 [B]; 0 for sequences without earlier tokens."""
+        return torch.where(self.has_state, pending.index_select(0, rows), 0)
+
+    def write_window(self, window: Tensor, place: Tensor, values: Tensor) -> None:
+        """Write the tokens ``values`` [B, Q, W] to ``window`` [P, N, W] at ``place`` int64 [B]."""
+        count = self.index.shape[1]
+        kept = torch.where(self.is_token.unsqueeze(2), values.to(window.dtype), window[place, :count])
+        window.index_copy_(0, place, torch.cat((kept, window[place, count:]), dim=1))
+
 
 def short_convolution(
     x: Tensor,
@@ -63,24 +73,34 @@ def short_convolution(
     query_start: Tensor,
     seq_lens: Tensor,
     max_query: int,
-    commit: Tensor | None,
+    pending: Tensor | None,
+    window: Tensor | None,
 ) -> Tensor:
     """Compute the causal depthwise convolution over the last K tokens, then SiLU. See ``KernelSet.short_convolution``."""
     lanes = _SequenceLanes.from_offsets(query_start, seq_lens, max_query, x.shape[0])
     before = lanes.state_of(state, rows).to(x.dtype)
-    inputs = torch.cat((before, x[lanes.index]), dim=1)  # [B, K - 1 + Q, C]
+    new, size = x[lanes.index], before.shape[1]
+    if window is not None and pending is not None:
+        before = _rows_from(torch.cat((before, window[rows]), dim=1), lanes.pending_of(pending, rows).abs(), size)
+        state.index_copy_(0, rows, before.to(state.dtype))
+        lanes.write_window(window, rows, new)
+    inputs = torch.cat((before, new), dim=1)  # [B, K - 1 + Q, C]
     wide = torch.promote_types(x.dtype, torch.float32)
     made = torch.zeros_like(inputs[:, :max_query], dtype=wide)
     for tap in range(weight.shape[1]):  # a fixed order, so that a token's bits don't depend on Q
         made = made + inputs[:, tap : tap + max_query].to(wide) * weight[:, tap].to(wide)
-    if commit is not None:
-        last = commit.unsqueeze(1) + torch.arange(before.shape[1], device=x.device)
-        kept = inputs.gather(1, last.unsqueeze(2).expand(-1, -1, inputs.shape[2]))
-        state.index_copy_(0, rows, kept.to(state.dtype))
+    if window is None:
+        state.index_copy_(0, rows, _rows_from(inputs, lanes.is_token.sum(1), size).to(state.dtype))
     # Vector code computes the end of a buffer differently from its middle: decoding calls it with one shape for every Q.
     parts = made.unbind(1) if max_query <= CHUNK else (made,)
     activated = torch.stack([F.silu(part.contiguous()) for part in parts], dim=1).view(made.shape)
     return lanes.flatten(activated.to(x.dtype), x.shape[0])
+
+
+def _rows_from(inputs: Tensor, first: Tensor, count: int) -> Tensor:
+    """Return ``count`` tokens of each sequence of ``inputs`` [B, N, C] from index ``first`` int64 [B] on."""
+    index = first.unsqueeze(1) + torch.arange(count, device=inputs.device)
+    return inputs.gather(1, index.unsqueeze(2).expand(-1, -1, inputs.shape[2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +159,48 @@ def gated_delta_rule(
     query_start: Tensor,
     seq_lens: Tensor,
     max_query: int,
-    commit: Tensor | None,
+    pending: Tensor | None,
+    updates: Tensor | None,
 ) -> Tensor:
     """Compute the delta rule token by token, so that a token's bits don't depend on Q. See ``KernelSet.gated_delta_rule``."""
     lanes = _SequenceLanes.from_offsets(query_start, seq_lens, max_query, mixed.shape[0])
     wide = torch.promote_types(mixed.dtype, torch.float32)
     current = lanes.state_of(state, rows).to(wide)  # [B, Hv, D, E]
-    kept, made = current, []
+    kept_half = None
+    if updates is not None and pending is not None:
+        held = lanes.pending_of(pending, rows)
+        current = _settled(current, updates.flatten(0, 1)[2 * rows + (held < 0)], held.abs())
+        state.index_copy_(0, rows, current.to(state.dtype))
+        current = current.to(state.dtype).to(wide)  # as if the row were settled by another call
+        kept_half = 2 * rows + (pending.index_select(0, rows) > 0)
+    made, kept = [], []
     for token in range(max_query):
         rule = _RuleOperands.from_inputs(mixed, gates, a_log, dt_bias, state, lanes.columns(slice(token, token + 1)))
-        q, k = rule.q[:, 0].unsqueeze(3), rule.k[:, 0].unsqueeze(3)
-        current = current * rule.decay[:, 0].exp()[..., None, None]
-        found = (current * k).sum(2)
+        q, k, factor = rule.q[:, 0].unsqueeze(3), rule.k[:, 0], rule.decay[:, 0].exp()
+        current = current * factor[..., None, None]
+        found = (current * k.unsqueeze(3)).sum(2)
         correction = (rule.v[:, 0] - found) * rule.beta[:, 0].unsqueeze(2)
-        current = current + k * correction.unsqueeze(2)
+        current = current + k.unsqueeze(3) * correction.unsqueeze(2)
         made.append((current * q).sum(2))
-        if commit is not None:
-            kept = torch.where((commit > token).view(-1, 1, 1, 1), current, kept)
-    if commit is not None:
-        state.index_copy_(0, rows, kept.to(state.dtype))
+        own_keys = k[:, :: state.shape[1] * k.shape[2] * 2 // (mixed.shape[1] - correction[0].numel())]
+        kept.append(torch.cat((own_keys.flatten(1), correction.flatten(1), factor), dim=1))
+    if updates is None:
+        state.index_copy_(0, rows, current.to(state.dtype))
+    elif kept_half is not None:
+        lanes.write_window(updates.flatten(0, 1), kept_half, torch.stack(kept, dim=1))
     return lanes.flatten(torch.stack(made, dim=1).to(mixed.dtype), mixed.shape[0])
+
+
+def _settled(current: Tensor, updates: Tensor, count: Tensor) -> Tensor:
+    """Return the states ``current`` [B, Hv, D, E] after the first ``count`` int64 [B] of ``updates`` [B, N, W]."""
+    heads, key_size, value_size = current.shape[1:]
+    sizes = updates.shape[2] - heads * (value_size + 1), heads * value_size, heads
+    for token in range(updates.shape[1]):
+        keys, corrections, factors = updates[:, token].to(current.dtype).split(sizes, dim=1)
+        k = keys.unflatten(1, (-1, key_size)).repeat_interleave(heads * key_size // sizes[0], dim=1)
+        changed = current * factors[..., None, None] + k.unsqueeze(3) * corrections.view(-1, heads, 1, value_size)
+        current = torch.where((count > token).view(-1, 1, 1, 1), changed, current)
+    return current
 
 
 def chunk_gated_delta_rule(
