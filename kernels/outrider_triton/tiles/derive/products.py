@@ -526,14 +526,19 @@ def estimate_seconds(
     start_time = wave_time * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
     if streamed and operator in _GATED and m > 32:
         start_time += _REREAD_S_PER_TOKEN * (m - 32)
-    columns_fit = k % (config.split * config.block_k) == 0
-    # 128-byte rows are more load requests than 256-byte rows.
-    access_factor = (1.03 if columns_fit else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
-    box_factors = _BOX_FACTORS_8_BIT if streams_8_bit else _BOX_FACTORS
-    factor = box_factors[config.block_n] if streamed else access_factor * _TILE_FACTORS[config.block_n]
-    if not streamed and config.block_m <= 16 and min(resident, rounds) == 1:
-        factor *= _LONE_TILE_FACTORS[config.block_k]
+    factor = _row_factor(config, width, k, streams_8_bit=streams_8_bit, is_lone=min(resident, rounds) == 1)
     return (max(memory, cache, matmul, units_time) + start_time + parts_time) * factor + LAUNCH_OVERHEAD_S
+
+
+def _row_factor(config: MatmulConfig, width: float, k: int, *, streams_8_bit: bool, is_lone: bool) -> float:
+    """Return the measured factor on the seconds of a tile by its rows and columns of ``width`` bytes an element."""
+    if config.descriptor == STREAMED:
+        return (_BOX_FACTORS_8_BIT if streams_8_bit else _BOX_FACTORS)[config.block_n]
+    # 128-byte rows are more load requests than 256-byte rows.
+    factor = (1.03 if k % (config.split * config.block_k) == 0 else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
+    if config.block_m <= 16 and is_lone:
+        factor *= _LONE_TILE_FACTORS[config.block_k]
+    return factor * _TILE_FACTORS[config.block_n]
 
 
 def _units_seconds(
