@@ -256,11 +256,15 @@ def test_edges_of_a_graph_stay_inside():
 
 def test_garbage_is_not_collected_in_a_capture():
     backend, enabled = get_backend("sim"), []
-    stream = backend.create_stream("s")
-    backend.capture("fresh", lambda _: enabled.append(gc.isenabled()), stream=stream, inputs={}, outputs={})
-    assert enabled
-    assert not any(enabled)
-    assert gc.isenabled()
+    stream, before = backend.create_stream("s"), gc.isenabled()
+    gc.enable()
+    try:
+        backend.capture("fresh", lambda _: enabled.append(gc.isenabled()), stream=stream, inputs={}, outputs={})
+        assert enabled
+        assert not any(enabled)
+        assert gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_time_needs_timing_events(backend):

@@ -14,7 +14,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import AttentionShape, BackendLoadError, CapabilityError, KernelSet
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.random_kernels.paged_batch import check_planned_graph, check_renewed, check_unplanned, planned_batch
+from outrider_conformance.random_kernels.paged_batch import SHAPES, check_renewed, check_unplanned
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
 from outrider_proof import tiny
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program
@@ -109,10 +109,10 @@ def test_pinned_memory_that_is_written_too_early_is_found(make, kernelset, monke
 @pytest.mark.parametrize("name", ["cpu", "sim"])
 def test_the_kit_passes(make, name):
     lab = Lab(make(name))
-    for new in ((1, 1, 1), (4, 4, 4), (5, 1, 30)):
-        check_renewed(lab, new, 0)
-        check_renewed(lab, new, 8)
-    check_planned_graph(lab)
+    for name in ("decoding", "a chain", "a window", "a ragged prompt"):
+        check_renewed(lab, SHAPES[name])
+    chain = SHAPES["a chain"]
+    chain.batch(lab).check_graph(chain.growing_contexts(lab.backend), plans=True)
     check_unplanned(lab)
 
 
@@ -143,7 +143,7 @@ def test_what_is_planned_is_computed_by_flashinfer(make, monkeypatch):
     monkeypatch.setattr(
         flashinfer.BatchPrefillWithPagedKVCacheWrapper, "run", lambda *a, **k: (calls.append(1), run(*a, **k))[1]
     )
-    batch = planned_batch(Lab(backend), (4, 4, 4))
+    batch = SHAPES["a chain"].batch(Lab(backend), torch.bfloat16)
     planned = batch.planned((17, 40, 3))
     with backend.on(batch.stream):
         batch.attend(planned)
@@ -184,7 +184,7 @@ def test_starting_says_what_is_compiled(make, caplog):
     importlib.import_module("flashinfer.jit").BUILT.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            planned_batch(Lab(backend), (4, 4, 4)).planned((1, 1, 1))
+            SHAPES["a chain"].batch(Lab(backend), torch.bfloat16).planned((1, 1, 1))
     (said,) = [record.message for record in caplog.records]
     assert (
         said == "FlashInfer compiles its attention for head size 64, bfloat16 with nvcc, once on this machine: about a minute"
@@ -215,7 +215,7 @@ def test_a_failed_compilation_is_an_error_with_advice(make, monkeypatch):
 
     monkeypatch.setattr(jit.Spec, "build_and_load", fails)
     with pytest.raises(BackendLoadError, match="head size 64, bfloat16: RuntimeError: nvcc: not found; it needs ninja"):
-        planned_batch(Lab(backend), (4, 4, 4)).planned((1, 1, 1))
+        SHAPES["a chain"].batch(Lab(backend), torch.bfloat16).planned((1, 1, 1))
 
 
 def test_scratch_is_shared_by_what_is_planned_on_one_stream(make, kernelset):

@@ -326,6 +326,23 @@ def test_scopes_belong_to_their_thread(lab: Lab) -> None:
     expect(lab.read_tensor(theirs, z), 4.0, "work of the other thread, which must follow its own scope")
 
 
+@needs("stream_priorities")
+@promise(
+    "Capabilities.stream_priorities",
+    "``create_stream(priority=…)`` takes other values than 0; a lower number is more urgent.",
+)
+@in_every_order()
+def test_priorities_change_urgency_alone(lab: Lab) -> None:
+    """An urgent stream obeys waits like any other stream."""
+    backend = lab.backend
+    urgent, usual = backend.create_stream("urgent", priority=-1), backend.create_stream("usual")
+    expect(urgent.priority, -1, "the priority of an urgent stream")
+    x, y = lab.full(usual, 0), lab.full(urgent, 0)
+    lab.fill_late(usual, x, 1)
+    urgent.wait(lab.record(usual))
+    lab.expect_read(urgent, y, x, 1.0, "what the urgent stream read after its wait")
+
+
 @needs("perturbs_timing", "asynchronous")
 @promise("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks.")
 @in_some_order("a delayed stream is idle: delay does nothing, or blocks the host")
