@@ -5,8 +5,8 @@ ends:
 
 - The stash is written and gathered on forward.
 - Every access to KV pages is on forward, so the reuse of a page is ordered.
-- Every access of the engine to the states of recurrent layers is on forward: prefill, verify, the commit after acceptance,
-  draft and draft-extend, and the copies of the prefix cache. So the reuse of a row or of a checkpoint is ordered.
+- Every access of the engine to the states of recurrent layers and to their windows is on forward: prefill, verify, draft and
+  draft-extend, settling, and the copies of the prefix cache. So the reuse of a row or of a checkpoint is ordered.
 - Sequence lengths are resolved on schedule before the *inputs ready* of their own iteration.
 - The plan of an iteration never meets the verify of the iteration before: *shared reads done* follows that verify on forward.
 - A fused iteration unpacks its inputs on forward, after the reads of the iteration before.
