@@ -135,9 +135,11 @@ class Decoder(LanguageModel):
             return
         starts = torch.zeros(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
         batch = RecurrentBatch(rows, starts, starts[1:] + 1, 1, pending=cache.pending)
+        sizes = cache.windows[0].inputs.shape[2], 2 * cache.states[0].delta.shape[1]
+        padding = torch.zeros((1, sum(sizes)), dtype=self.dtype, device=rows.device).split(sizes, dim=1)
         layers = (layer for layer in self._layers if isinstance(layer, RecurrentLayer))
         for layer, state, window in zip(layers, cache.states, cache.windows, strict=True):
-            layer.settle(state, window, batch)
+            layer.settle(state, window, batch, padding)
         cache.pending.index_fill_(0, rows, 0)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, RecurrentBatch, RecurrentBlock, RecurrentWindow, ResidualStream
+from outrider.device import KernelSet, RecurrentBatch, RecurrentWindow, ResidualStream
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
@@ -91,12 +90,14 @@ class RecurrentLayer(DecoderLayer):
         del cos_sin
         return self._mlp(self._mixer(x, inputs.recurrent_tokens(*cache, captured)))
 
-    def settle(self, state: LayerState, window: RecurrentWindow, batch: RecurrentBatch) -> None:
-        """Write the pending tokens of ``batch``, which has no new tokens, to the states."""
-        block: RecurrentBlock = self._mixer.weights
-        rule, width = block.rule, 2 * block.rule.a_log.shape[0]
-        padding = torch.zeros((1, block.channels + width), dtype=window.inputs.dtype, device=window.inputs.device)
-        mixed, gates = padding.split((block.channels, width), dim=1)
+    def settle(
+        self, state: LayerState, window: RecurrentWindow, batch: RecurrentBatch, padding: tuple[Tensor, Tensor]
+    ) -> None:
+        """Write the pending tokens of ``batch``, which has no new tokens, to the states.
+
+        ``padding`` has a row of the kernels' operands: channels [1, C] and gates [1, 2 Hv].
+        """
+        rule, (mixed, gates) = self._mixer.weights.rule, padding
         self._kernels.short_convolution(mixed, rule.convolution, state.convolution, batch, window.inputs)
         operands = mixed, gates, rule.a_log, rule.dt_bias, state.delta, batch
         self._kernels.gated_delta_rule(*operands, window.updates)
