@@ -15,7 +15,7 @@ def check_planned_graph(lab):
     SHAPES["a chain"].batch(lab).check_graph(SHAPES["a chain"].growing_contexts(lab.backend), plans=True)
 
 
-def run(lab):
+def check_plans(lab):
     for shape in ("decoding", "a chain", "a window", "a ragged prompt"):
         check_renewed(lab, SHAPES[shape])
     check_planned_graph(lab)
@@ -24,7 +24,7 @@ def run(lab):
 
 @pytest.mark.parametrize("name", ["cpu", "sim", "sim:kernels=host-plans"])
 def test_right_kernels_pass(name):
-    run(Lab(get_backend(name)))
+    check_plans(Lab(get_backend(name)))
 
 
 def once(inner):

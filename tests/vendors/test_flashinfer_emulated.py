@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from conformance.test_plans import check_plans
 from outrider import Engine, SamplingParams
 from outrider.device import AttentionShape, BackendLoadError, CapabilityError, KernelSet
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.random_kernels.paged_batch import SHAPES, check_renewed, check_unplanned
+from outrider_conformance.random_kernels.paged_batch import SHAPES
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
 from outrider_proof import tiny
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program
@@ -108,12 +109,7 @@ def test_pinned_memory_that_is_written_too_early_is_found(make, kernelset, monke
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["cpu", "sim"])
 def test_the_kit_passes(make, name):
-    lab = Lab(make(name))
-    for name in ("decoding", "a chain", "a window", "a ragged prompt"):
-        check_renewed(lab, SHAPES[name])
-    chain = SHAPES["a chain"]
-    chain.batch(lab).check_graph(chain.growing_contexts(lab.backend), plans=True)
-    check_unplanned(lab)
+    check_plans(Lab(make(name)))
 
 
 @pytest.mark.sample(3)
