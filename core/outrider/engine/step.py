@@ -166,7 +166,7 @@ class Step:
         if any(request.params.penalized for request in batch.admitted):
             with self._backend.on(self._streams.forward):
                 self._input_upload.write_token_counts(packer)
-        if batch.admitted and self._parts.cache.pending is not None:
+        if batch.admitted:
             with self._backend.on(self._streams.forward):
                 self._input_upload.forget_pending(packer)
         if batch.arrivals:
