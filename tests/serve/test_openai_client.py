@@ -53,7 +53,8 @@ def test_streams_add_up_to_whole_answers(client):
             reasons[choice.index] = choice.finish_reason
     assert texts == [choice.text for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
-    assert logprobs == [choice.logprobs.token_logprobs for choice in whole.choices]
+    for streamed, choice in zip(logprobs, whole.choices, strict=True):
+        assert streamed == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
     assert usage.model_dump() == whole.usage.model_dump()
     assert whole.usage.completion_tokens == sum(map(len, logprobs))
 
