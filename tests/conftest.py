@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from command_line import child as child  # fixtures, for whoever runs a command
 from command_line import outrider as outrider
@@ -27,6 +28,8 @@ from outrider.registry.probing import PluginProbe, ProbeVerdict
 from triton_interpreter import spare_repeated_work
 
 normalize_environment()
+settings.register_profile("outrider", deadline=None)  # two cores are shared, so a time limit would be a matter of luck
+settings.load_profile("outrider")
 # Collecting tests imports much that stays: looking for garbage meanwhile takes a fifth of the time.
 gc.disable()
 

@@ -4,12 +4,8 @@ from shutil import copy
 import huggingface_hub
 import pytest
 import torch
-from hypothesis import settings
 
 from outrider_cpu.backend import CpuBackend
-
-settings.register_profile("model", deadline=None)  # two cores are shared, so a time limit would be a matter of luck
-settings.load_profile("model")
 
 
 @pytest.fixture(scope="session", autouse=True)
