@@ -1,6 +1,7 @@
 """One server over the bundled model with speculation, for all tests of the API."""
 
 import functools
+import time
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +61,13 @@ def server(bundled_target):
     engine = bundled_engine()
     with running(engine, bundled_target, chat_template=TEMPLATE, max_queued=60) as found:
         yield found
+
+
+@pytest.fixture
+def slow_steps(server, monkeypatch):
+    """Each iteration takes at least 20 ms: on a fast machine too, a long request outlives what its test does meanwhile."""
+    step = server.engine.step
+    monkeypatch.setattr(server.engine, "step", lambda: time.sleep(0.02) or step())
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import threading
 
 import uvicorn
 
+from outrider import Engine
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_process import EngineThread
@@ -17,7 +18,7 @@ class Running:
     """``url`` of the server; ``call(function)`` runs it on the server's event loop with its service."""
 
     def __init__(self):
-        self.url, self.service, self.client, self.loop = None, None, None, None
+        self.url, self.service, self.client, self.loop, self.engine = None, None, None, None, None
 
     def call(self, function):
         async def called():
@@ -31,6 +32,7 @@ class Running:
 def running(make, model_dir, *, chat_template=None, response_template=None, **config):
     """``make``: an engine, what makes one, or an engine client."""
     server, ready, failed = Running(), threading.Event(), []
+    server.engine = make if isinstance(make, Engine) else None
 
     async def main():
         server.loop, ended = asyncio.get_running_loop(), asyncio.Event()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 import time
 
 import httpx
@@ -165,18 +166,19 @@ def test_health_routes_have_head(http):
     assert http.head("/v1/completions").status_code == 405
 
 
-def test_every_alias_of_vllm_is_exported(http):
+def test_every_alias_of_vllm_is_exported(server, http):
     http.post("/v1/completions", json=ASKED).raise_for_status()
-    time.sleep(0.2)
+    assert everything_is_back(server)
     exported = {re.split(r"[{ ]", line)[0] for line in http.get("/metrics").text.splitlines()}
     for alias in ALIASES:
         assert {alias.name, f"{alias.name}_total", f"{alias.name}_count"} & exported, alias.name
 
 
-def test_metrics_count_what_happened(http):
+def test_metrics_count_what_happened(server, http):
+    assert everything_is_back(server)
     before = metrics(http)
     http.post("/v1/completions", json={**ASKED, "max_tokens": 8}).raise_for_status()
-    time.sleep(0.3)  # a snapshot of the engine follows its last request
+    assert everything_is_back(server)
     after = metrics(http)
     model = '{model_name="m"}'
 
@@ -209,11 +211,12 @@ def test_metrics_count_what_happened(http):
 
 
 def everything_is_back(server):
-    """Nothing is open, and no page is held."""
-    deadline = time.monotonic() + 20
+    """Nothing is open, no page is held, and the engine's last snapshot has come."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         snapshot = server.client.snapshot
-        if server.client.num_open_samples == 0 and snapshot.load.running == snapshot.load.waiting == 0:
+        idle = server.client.num_open_samples == 0 and snapshot.load.running == snapshot.load.waiting == 0
+        if idle and snapshot.stats == server.engine.stats:
             break
         time.sleep(0.02)
     load = server.client.snapshot.load
@@ -221,26 +224,38 @@ def everything_is_back(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.usefixtures("slow_steps")
 def test_a_client_that_goes_away_ends_its_request(server, http, stream):
     before = metrics(http)['outrider_aborted_total{model_name="m"}']
     body = {**ASKED, "max_tokens": 200, "n": 2, "temperature": 1, "ignore_eos": True, "stream": stream}
+
+    async def leave():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            while server.client.num_open_samples < 2:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+
     if stream:
         with http.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_lines())
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=body, timeout=0.3)
+        asyncio.run(leave())
     assert everything_is_back(server)
     assert metrics(http)['outrider_aborted_total{model_name="m"}'] - before == 2
 
 
-def test_a_full_queue(server, http):
-    room = server.service.config.max_queued + 4
+def test_a_full_queue(server, monkeypatch):
+    room, refusal, step = server.service.config.max_queued + 4, threading.Event(), server.engine.step
+    monkeypatch.setattr(server.engine, "step", lambda: refusal.wait(60) and step())
 
     async def flood():
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as many:
             body = {**ASKED, "n": 32, "temperature": 1, "max_tokens": 6}
-            return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(4)))
+            asked = [asyncio.create_task(many.post("/v1/completions", json=body)) for _ in range(4)]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            refusal.set()
+            return await asyncio.gather(*asked)
 
     answers = asyncio.run(flood())
     done = [answer for answer in answers if answer.status_code == 200]
@@ -253,12 +268,13 @@ def test_a_full_queue(server, http):
     assert everything_is_back(server)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_limits_of_bodies_and_time(server, http, monkeypatch):
     def limits(**changed):
         config = ServeConfig(names=("m",), **changed)
         monkeypatch.setattr(server.service, "config", config)
 
-    limits(max_body_bytes=2000, body_timeout_s=0.2)
+    limits(max_body_bytes=2000)
     refused(http.post("/v1/completions", json={**ASKED, "prompt": "x" * 3000}), 413, code="request_too_large")
 
     def pieces(pause):
@@ -267,6 +283,7 @@ def test_limits_of_bodies_and_time(server, http, monkeypatch):
         yield b'"prompt": "' + b"x" * 3000 + b'"}'
 
     refused(http.post("/v1/completions", content=pieces(0), headers=JSON), 413, code="request_too_large")
+    limits(body_timeout_s=0.2)
     refused(http.post("/v1/completions", content=pieces(1), headers=JSON), 408, code="body_timeout")
     limits(request_timeout_s=0.1)
     body = {**ASKED, "max_tokens": 240, "n": 4, "temperature": 1, "ignore_eos": True}
@@ -274,6 +291,7 @@ def test_limits_of_bodies_and_time(server, http, monkeypatch):
     assert everything_is_back(server)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_an_error_in_the_middle_of_a_stream_is_an_event(server, http):
     body = {**ASKED, "max_tokens": 240, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -308,6 +326,7 @@ def test_every_answer_to_a_completion_is_described(http):
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_draining_server_ends_what_runs_and_takes_nothing_new(server, http, monkeypatch):
     monkeypatch.setattr(server.service, "_draining", False)  # put back behind the test
     body = {**ASKED, "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -324,6 +343,7 @@ def test_a_draining_server_ends_what_runs_and_takes_nothing_new(server, http, mo
     assert ended.result(30) is True
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_drain_that_takes_too_long_cuts_requests_off(server, http, monkeypatch):
     monkeypatch.setattr(server.service, "_draining", False)
     body = {**ASKED, "max_tokens": 200, "n": 4, "temperature": 1, "ignore_eos": True, "stream": True}

@@ -88,7 +88,9 @@ def check(server, http, reference, monkeypatch, *, end, prompts, n, fields):
             zeros = [token for token in range(2048) if reference.tokenizer.decode([token]).startswith("0")]
             body |= SCHEMA | {"logit_bias": {str(token): -100 for token in zeros}}
         if end in ("leaves", "fails"):
-            body |= {"ignore_eos": True, "max_tokens": 40, "stop": None}
+            body |= {"ignore_eos": True, "max_tokens": 60, "stop": None}
+            step = server.engine.step
+            patch.setattr(server.engine, "step", lambda: time.sleep(0.01) or step())
         usage = send(server, http, happened, body, end)
         assert everything_is_back(server)
         deadline = time.monotonic() + 20

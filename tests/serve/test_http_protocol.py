@@ -72,14 +72,16 @@ def test_a_second_request_of_a_connection_has_the_limits_too(connection, monkeyp
     assert answered(connection) == (408, "header_timeout")
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_stray_byte_does_not_end_a_stream(server, monkeypatch):
-    monkeypatch.setattr(LimitedHttpProtocol, "header_timeout_s", 0.01)
     body = json.dumps({**ASKED, "max_tokens": 40, "ignore_eos": True, "stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(head % len(body) + body + b"\r\n")
-        received = b""
+        connection.sendall(head % len(body) + body)
+        received = connection.recv(65536)
+        monkeypatch.setattr(LimitedHttpProtocol, "header_timeout_s", 0.01)
+        connection.sendall(b"\r\n")
         while b"[DONE]" not in received:
             piece = connection.recv(65536)
             assert piece
@@ -96,6 +98,7 @@ def test_what_is_no_http_is_an_error_of_openais_form(connection):
     assert answered(connection) == (400, "invalid_http")
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_client_that_goes_away_after_a_pipelined_request_ends_the_running_one(server, http, connection):
     """The reset is seen when the stream is written: reading waits for the end of the running request."""
     body = json.dumps({**ASKED, "stream": True, "max_tokens": 200, "ignore_eos": True}).encode()
