@@ -445,7 +445,7 @@ def test_an_operation_that_does_not_end_does_not_keep_a_signal_off():
         time.sleep(0.2)  # into the function
         child.send_signal(signal.SIGTERM)
         try:
-            assert child.wait(timeout=10) == 143
+            assert child.wait(timeout=60) == 143
         finally:
             child.kill()
         assert json.loads(child.stdout.read())["error"]["type"] == "Terminated"

@@ -92,7 +92,7 @@ def fall_back(place, *, folder):
             stack.enter_context(mock.patch(f"{SYMMETRIC}.rendezvous", broken))
         else:
             stack.enter_context(mock.patch(f"{SYMMETRIC}.rendezvous", lambda memory, name: _Own(memory)))
-        group = backend.create_group("pair", ranks=(0, 1), rank=place.index, store=place.store, timeout_s=1.0)
+        group = backend.create_group("pair", ranks=(0, 1), rank=place.index, store=place.store, timeout_s=60.0)
         x = torch.full((4,), place.index + 1.0)
         group.all_reduce(x, stream=backend.create_stream("main"))
         said = [str(one.message) for one in caught if one.category is RuntimeWarning]

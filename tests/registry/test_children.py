@@ -27,7 +27,7 @@ def test_leaving_the_scope_ends_children_of_the_child_too():
         interrupted()
     child, inner = found
     assert child.returncode is not None
-    assert gone(inner, seconds=2)
+    assert gone(inner, seconds=30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -54,7 +54,7 @@ def test_a_parent_that_is_killed_takes_its_child_along():
         pid = int(parent.stdout.readline())
         assert alive(pid)
         parent.kill()
-    assert gone(pid, seconds=2)
+    assert gone(pid, seconds=30)
 
 
 def test_a_call_ends_with_the_process_that_started_it():
@@ -66,4 +66,4 @@ def test_a_call_ends_with_the_process_that_started_it():
         pid = int(parent.stdout.readline())
         assert alive(pid)
         parent.kill()
-    assert gone(pid, seconds=10)
+    assert gone(pid, seconds=30)
