@@ -20,7 +20,7 @@ from outrider.engine.guides import grammars
 from outrider.engine.guides.grammars import Grammars, Guidance, mask_words
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
-from outrider.model import Tokenizer, load_decoder, load_eagle
+from outrider.model import Tokenizer, load_decoder, load_eagle, open_head
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
@@ -57,7 +57,7 @@ class Bundled:
         stream = backend.create_stream("load")
         with backend.on(stream):
             self.target = load_decoder(directory / "target", backend=backend, dtype=torch.float64)
-            self.head = load_eagle(directory / "eagle", target=self.target, backend=backend, dtype=torch.float64)
+            self.head = load_eagle(open_head(directory / "eagle", target=self.target, backend=backend, dtype=torch.float64))
         stream.synchronize()
 
     def engine(self, speculate="eagle", **config):

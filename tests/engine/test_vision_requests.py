@@ -24,6 +24,7 @@ from outrider.model import (
     load_mtp,
     load_peagle,
     load_vision,
+    open_head,
 )
 from outrider.model.checkpoint.mapping import SINGLE_RANK
 from outrider.model.heads.mtp import chained_head_config, chained_mtp_targets
@@ -54,9 +55,9 @@ class Checkpoint:
         self.target = load_decoder(directory, backend=backend, dtype=torch.float32)
         self.tower = load_vision(directory, backend=backend, dtype=torch.float32)
         write_eagle(directory / "eagle")
-        self.head = load_eagle(directory / "eagle", target=self.target, backend=backend, dtype=torch.float32)
+        self.head = load_eagle(open_head(directory / "eagle", target=self.target, backend=backend, dtype=torch.float32))
         write_eagle3(directory / "eagle3")
-        self.head3 = load_eagle3(directory / "eagle3", target=self.target, backend=backend, dtype=torch.float32)
+        self.head3 = load_eagle3(open_head(directory / "eagle3", target=self.target, backend=backend, dtype=torch.float32))
         processor = MediaProcessor.from_checkpoint(directory)
         self.prompts = {name: make(processor) for name, make in PROMPTS.items()}
         self.processor = processor
@@ -171,7 +172,7 @@ def test_mtp_over_axes(made, tmp_path):
     """
     checkpoint = made["qwen2_5_vl"]
     write_mtp(tmp_path, heads=3)
-    heads = load_mtp(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
+    heads = load_mtp(open_head(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32))
     assert heads[0].config.rope.sections
     calls = {}
     for chunk in (3, 64):
@@ -196,7 +197,7 @@ def test_mtp_over_axes(made, tmp_path):
 @pytest.mark.parametrize("branches", [1, 2])
 def test_mtp_over_axes_keeps_every_token(checkpoint, tmp_path, branches):
     write_mtp(tmp_path)
-    heads = load_mtp(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
+    heads = load_mtp(open_head(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32))
     proposer = MtpProposer(heads, branches=branches)
     if checkpoint.is_hybrid and branches > 1:
         with pytest.raises(ConfigError, match="recurrent"):
@@ -262,7 +263,7 @@ def test_a_parallel_head_over_axes(made, tmp_path):
     """Its states behind accepted tokens are those behind a prompt of the same text, whose image puts positions behind it."""
     checkpoint = made["qwen2_5_vl"]
     write_peagle(tmp_path)
-    head = load_peagle(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
+    head = load_peagle(open_head(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32))
     assert head.config.rope.sections
 
     def states(tokens, media, count):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder, load_dflash
+from outrider.model import load_decoder, load_dflash, open_head
 from outrider.speculative.parallel import BlockProposer
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import tiny_config, write_checkpoint, write_dflash
@@ -90,7 +90,7 @@ def root(tmp_path):
 
 def load(root, backend):
     target = load_decoder(root / "target", backend=backend, dtype=torch.float32)
-    return target, load_dflash(root / "head", target=target, backend=backend, dtype=torch.float32)
+    return target, load_dflash(open_head(root / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 def edit(root, **fields):

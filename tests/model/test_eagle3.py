@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from model.harness import Driver
 from outrider.errors import CheckpointError
-from outrider.model import KVCache, load_decoder, load_eagle3
+from outrider.model import KVCache, load_decoder, load_eagle3, open_head
 from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
@@ -43,7 +43,7 @@ def load(tmp_path, backend, **shape):
     write_checkpoint(tmp_path / "target", "llama")
     state = write_eagle3(tmp_path / "head", **shape)
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
-    return state, target, load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    return state, target, load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "bin"])
@@ -75,7 +75,7 @@ def test_a_head_without_an_output_head_drafts_with_rows_of_the_targets(tmp_path,
     state, target, own = load(tmp_path, backend)
     del state["lm_head.weight"]
     save_file(state, tmp_path / "head" / "model.safetensors")
-    head = load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
     assert torch.equal(head.target_ids, own.target_ids.sort().values)
     hidden = torch.randn(3, target.config.hidden_size)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_published_choice_of_layers(tmp_path, backend):
     write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=8)
     write_eagle3(tmp_path / "head", layers=None)
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
-    head = load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
     assert head.aux_hidden_state_layers == (2, 4, 5)
 
 
@@ -115,4 +115,4 @@ def test_wrong_tensors(tmp_path, backend, change, message):
     change(state)
     save_file(state, path)
     with pytest.raises(CheckpointError, match=message):
-        load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+        load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))

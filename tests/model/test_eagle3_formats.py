@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from model.harness import Driver
 from model.test_eagle3 import TOKENS, norm, reference_head
 from outrider.errors import CheckpointError
-from outrider.model import KVCache, load_decoder, load_eagle3
+from outrider.model import KVCache, load_decoder, load_eagle3, open_head
 from tiny_checkpoints import write_checkpoint, write_eagle3
 
 HIDDEN = 32
@@ -34,7 +34,7 @@ def write(tmp_path, config, *, prefix="midlayer", norms=(), envelope=False):
 
 def load(tmp_path, backend):
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
-    return target, load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    return target, load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 def check(tmp_path, backend, state, layers, *, before_fc=False, each=False, before_residual=False, output=False):

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder, load_eagle3, load_peagle
+from outrider.model import load_decoder, load_eagle3, load_peagle, open_head
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.parallel import PEagleProposer
 from outrider_proof.tiny import plain_config
@@ -87,7 +87,7 @@ def root(tmp_path):
 
 def load(root, backend):
     target = load_decoder(root / "target", backend=backend, dtype=torch.float32)
-    return target, load_peagle(root / "head", target=target, backend=backend, dtype=torch.float32)
+    return target, load_peagle(open_head(root / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 def edit(root, config=None, *, change=None, envelope=False):
@@ -214,7 +214,7 @@ def test_other_rules_would_show(root):
 def test_a_head_of_two_layers_that_drafts_one_token_after_the_other(root, backend):
     state = write_eagle3(root / "head", depth=2)
     target = load_decoder(root / "target", backend=backend, dtype=torch.float32)
-    head = load_eagle3(root / "head", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle3(open_head(root / "head", target=target, backend=backend, dtype=torch.float32))
     assert len(head.weights.layers) == 2
     reference = Reference(root)
     reference.state["embed_tokens.weight"] = target.embedding
@@ -291,7 +291,7 @@ def test_wrong_configs_are_refused(root, backend, config, message):
 def test_the_other_kind_of_head_is_named(root, backend):
     target, _ = load(root, backend)
     with pytest.raises(CheckpointError, match=r"'mask_hidden': it drafts in parallel .P-EAGLE.*speculate peagle"):
-        load_eagle3(root / "head", target=target, backend=backend, dtype=torch.float32)
+        load_eagle3(open_head(root / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 def test_pickled_heads_are_read(root, backend):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder, load_mtp, with_vocabulary_size
+from outrider.model import load_decoder, load_mtp, open_head, with_vocabulary_size
 from outrider.speculative.build import BUILDERS, DraftOptions, build_proposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
@@ -234,7 +234,7 @@ def test_a_head_computes_what_its_formula_says(checkpoints):
     from outrider.model import ForwardInput, KVCache
 
     made = options(checkpoints, directory=checkpoints / "mtp")
-    head = load_mtp(made.directory, target=made.target, backend=made.backend, dtype=torch.float32)[1]
+    head = load_mtp(open_head(made.directory, target=made.target, backend=made.backend, dtype=torch.float32))[1]
     state = {
         key.removeprefix("model.mtp_layers.1."): value
         for key, value in load_file(checkpoints / "mtp" / "model.safetensors").items()
