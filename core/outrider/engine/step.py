@@ -163,11 +163,9 @@ class Step:
 
     def _launch_prompts(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
         """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read, or None."""
-        if any(request.params.penalized for request in batch.admitted):
-            with self._backend.on(self._streams.forward):
-                self._input_upload.write_token_counts(packer)
         if batch.admitted:
             with self._backend.on(self._streams.forward):
+                self._input_upload.write_token_counts(packer)
                 self._input_upload.forget_pending(packer)
         if batch.arrivals:
             self._parts.transfer.write_arrivals(batch.arrivals)
@@ -197,9 +195,7 @@ class Step:
         return pending or self._copy_results_to_host(requested, entry)
 
     def _copy_results_to_host(self, requested: Batch, entry: int) -> PendingResult:
-        """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can
-        overlap.
-        """
+        """Copy the results into ring ``entry`` on forward, then to the host on copy, beside the next iteration."""
         streams, fences = self._streams, self._fences
         with self._backend.on(streams.forward):
             self._results.copy_on_device(requested, entry, streams.forward)
