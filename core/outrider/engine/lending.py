@@ -75,16 +75,7 @@ class PageLending:
         slot = self._leaving.allocate()
         fences = self._parts.fences
         ready, read = fences.pages_ready[slot - 1], fences.pages_read[slot - 1]
-        state = RequestState(
-            prompt=request.prompt,
-            params=request.params,
-            output=tuple(request.output),
-            priority=request.priority,
-            media=request.media.media if request.media is not None else (),
-            logprobs=tuple(request.logprobs),
-            iterations=request.iterations,
-            verified_tokens=request.verified_tokens,
-        )
+        state = RequestState(**request.state_fields())
         try:
             relay = self._parts.transfer.copy_relay_to_host(request, ready)
         except BaseException:

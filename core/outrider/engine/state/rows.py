@@ -134,14 +134,7 @@ class StateTransfer:
         self._fences.handed_over.signal(self._forward)
         self._fences.shared_reads_done.signal(self._forward)
         return HandOver(
-            prompt=request.prompt,
-            output=tuple(request.output),
-            params=request.params,
-            priority=request.priority,
-            media=request.media.media if request.media is not None else (),
-            logprobs=tuple(request.logprobs),
-            iterations=request.iterations,
-            verified_tokens=request.verified_tokens,
+            **request.state_fields(),
             keys_values=keys_values,
             draft_caches=draft_caches,
             relay=relay,
