@@ -55,11 +55,7 @@ def test_head_is_the_published_one(tmp_path, backend, shape):
 
     def run(*spans):
         """The same through the head's own cache, in one pass or several."""
-        draft = Driver(target)
-        draft.model = head
-        draft.cache = type(draft.cache).allocate(
-            head.config.num_layers, 2, 8, pages=64, page_size=4, dtype=torch.float32, device=target.device
-        )
+        draft = Driver(target, config=head.config)
         sequence = draft.sequence()
         out = []
         with torch.no_grad():
@@ -83,9 +79,7 @@ def test_head_of_a_target_with_axes(tmp_path, backend):
     assert head.config.rope.sections == (1, 1, 2)
     driver = Driver(target)
     hidden = driver.hidden([(driver.sequence(), TOKENS)])
-    draft = Driver(target)
-    draft.model = head
-    draft.cache = type(draft.cache).allocate(1, 2, 8, pages=64, page_size=4, dtype=torch.float32, device=target.device)
+    draft = Driver(target, config=head.config)
     with torch.no_grad():
         out = head.forward(draft.inputs([(draft.sequence(), TOKENS)]), hidden, draft.cache)
     expected = reference_head(state, torch.tensor(TOKENS), hidden, state["embed_tokens.weight"])

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from model.harness import Driver
 from outrider.errors import CheckpointError
-from outrider.model import KVCache, load_decoder, load_eagle3, open_head
+from outrider.model import load_decoder, load_eagle3, open_head
 from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
@@ -56,13 +56,12 @@ def test_head_is_the_published_one(tmp_path, backend, fmt):
         final, captured = target.forward_with_aux_hidden_states(inputs, driver.cache, head.aux_hidden_state_layers)
         hidden = head.condition(final, captured)
         assert torch.allclose(hidden, torch.cat(captured, -1) @ state["fc.weight"].T, atol=1e-5)
-        cache = KVCache.allocate(1, 2, 8, pages=64, page_size=4, dtype=torch.float32, device=target.device)
         expected = reference_head(state, shifted, hidden, target.weights.embedding)
         given = hidden.clone()
-        draft = Driver(target)
+        draft = Driver(target, config=head.config)
         sequence = draft.sequence()
-        first = head.forward(draft.inputs([(sequence, shifted[:6].tolist())]), hidden[:6], cache)
-        rest = head.forward(draft.inputs([(sequence, shifted[6:].tolist())]), hidden[6:], cache)
+        first = head.forward(draft.inputs([(sequence, shifted[:6].tolist())]), hidden[:6], draft.cache)
+        rest = head.forward(draft.inputs([(sequence, shifted[6:].tolist())]), hidden[6:], draft.cache)
     assert torch.equal(hidden, given), "the head must not write what the target computed"
     out = torch.cat((first, rest))
     assert torch.allclose(out, expected, atol=1e-4), (out - expected).abs().max()

@@ -15,7 +15,7 @@ from outrider.cli.options.models import Speculation
 from outrider.device import QuantizedWeight, SplitWeight
 from outrider.device.kernels.weights import quantized_products
 from outrider.errors import CheckpointError
-from outrider.model import KVCache, QuantizedMode, load_decoder
+from outrider.model import QuantizedMode, load_decoder
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_proof import tiny
 
@@ -65,11 +65,9 @@ def test_the_head_in_the_checkpoint(family, tmp_path, backend):
     prompt = [number % model.config.vocab_size for number in range(3, 60, 5)]
     driver = Driver(engine.model)
     states = driver.hidden([(driver.sequence(), prompt)])
-    cache = KVCache.allocate(
-        1, head.config.num_kv_heads, head.config.head_size, pages=64, page_size=4, dtype=torch.float32, device=states.device
-    )
+    draft = Driver(engine.model, config=head.config)
     with torch.no_grad():
-        made = head.forward(driver.inputs([(driver.sequence(), prompt[1:])]), states[:-1], cache)
+        made = head.forward(draft.inputs([(draft.sequence(), prompt[1:])]), states[:-1], draft.cache)
     torch.testing.assert_close(made, oracle(model, prompt), rtol=1e-3, atol=1e-3)
     (found,) = engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
     assert list(found.token_ids) == greedy(model, prompt, 12)
