@@ -21,7 +21,6 @@ from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, max_graph_tokens
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.state.plans import AttentionBatchKind
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput, KeptRows, StateInput
 from outrider.speculative.proposer import ExtendInputs, HostSeqLens
@@ -102,7 +101,7 @@ class Prefill:
         seeds = rows.seeds.index_select(0, inputs.rows)
         attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
         if seq_lens_host is not None:
-            attention = parts.attention.plan(AttentionBatchKind.PREFILL, attention, seq_lens_host, 0, self._forward)
+            attention = parts.attention.plan("prefill", attention, seq_lens_host, 0, self._forward)
         kept = KeptRows.last_of_each(attention, inputs.last)
         flat = ForwardInput(
             inputs.tokens,
