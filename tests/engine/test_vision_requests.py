@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.conftest import replayed_prefill
 from tests.engine.test_prefill_graphs import noted_replays
 
+from engine.test_hand_over import finish, until_output
 from model.hybrid_checkpoints import MtpOracle
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, SamplingParams
@@ -496,12 +497,9 @@ def test_a_request_with_images_is_handed_over(made, name):
     tokens, media = checkpoint.prompts["images-of-several-sizes"]
     others = [second.add_request(range(1, 40), SamplingParams(max_tokens=40, ignore_eos=True), priority=1) for _ in range(2)]
     request = first.add_request(tokens, GREEDY, media=media)
-    while not first._requests[request].output:
-        first.step()
-    record = second._requests[second.take_over(first.hand_over(request))]
-    while not record.finished:
-        second.step()
-    assert tuple(record.output) == checkpoint.expected("images-of-several-sizes")
+    until_output(first, request)
+    done = finish(second, second.take_over(first.hand_over(request)))
+    assert done.token_ids == checkpoint.expected("images-of-several-sizes")
     assert others
 
 
