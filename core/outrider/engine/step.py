@@ -195,7 +195,7 @@ class Step:
         return pending or self._copy_results_to_host(requested, entry)
 
     def _copy_results_to_host(self, requested: Batch, entry: int) -> PendingResult:
-        """Copy the results into ring ``entry`` on forward, then to the host on copy, beside the next iteration."""
+        """Copy the results into ring ``entry`` on forward, then to the host on copy, which the next iteration overlaps."""
         streams, fences = self._streams, self._fences
         with self._backend.on(streams.forward):
             self._results.copy_on_device(requested, entry, streams.forward)
