@@ -135,10 +135,3 @@ def test_what_is_refused(tmp_path, backend, config, options, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         load(tmp_path, backend)
     assert str(tmp_path / "head") in str(caught.value)
-
-
-def test_a_parallel_head_is_refused_by_its_name(tmp_path, backend):
-    state = write(tmp_path, {"norm_before_residual": True, "mask_token_id": 5})
-    save_file(state | {"mask_hidden": torch.zeros(1, 1, 3 * HIDDEN)}, tmp_path / "head/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"mask_hidden.*P-EAGLE.*speculate peagle"):
-        load(tmp_path, backend)
