@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from model.harness import Driver
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle3, open_head
-from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3
+from tiny_checkpoints import rewrite, tiny_config, write_checkpoint, write_eagle3
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 EPS = 1e-6
@@ -109,9 +109,6 @@ def test_layers_that_the_target_does_not_have(tmp_path, backend, layers):
 )
 def test_wrong_tensors(tmp_path, backend, change, message):
     _, target, _ = load(tmp_path, backend)
-    path = tmp_path / "head" / "model.safetensors"
-    state = load_file(path)
-    change(state)
-    save_file(state, path)
+    rewrite(tmp_path / "head", change)
     with pytest.raises(CheckpointError, match=message):
         load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))

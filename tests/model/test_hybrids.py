@@ -18,6 +18,7 @@ from outrider.errors import CheckpointError
 from outrider.model import QuantizedMode, load_decoder
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_proof import tiny
+from tiny_checkpoints import rewrite
 
 LENGTHS = (1, 2, 3, 5, 63, 64, 65, 130)
 CHUNKS = (1, 3, 64, 130)
@@ -209,19 +210,10 @@ def broken_variants(family, directory):
     """(name, words that the error must have, and a function that breaks the checkpoint in ``directory``)."""
 
     def config(change):
-        def apply():
-            raw = json.loads((directory / "config.json").read_text())
-            (directory / "config.json").write_text(json.dumps(raw | change))
-
-        return apply
+        return lambda: rewrite(directory, **change)
 
     def tensors(change):
-        def apply():
-            held = load_file(directory / "model.safetensors")
-            change(held)
-            save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
-
-        return apply
+        return lambda: rewrite(directory, change)
 
     for field in BAD_FIELDS:
         for value in BAD_VALUES:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -16,7 +16,7 @@ from outrider.model import load_decoder, load_eagle3, load_peagle, open_head
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.parallel import PEagleProposer
 from outrider_proof.tiny import plain_config
-from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3, write_peagle
+from tiny_checkpoints import rewrite, tiny_config, write_checkpoint, write_eagle3, write_peagle
 
 PROMPTS = [[1, 17, 44, 90, 5, 61, 61, 8, 33], [7, 3]]
 HIDDEN, HEAD, K = 32, 8, 4
@@ -92,17 +92,14 @@ def load(root, backend):
 
 def edit(root, config=None, *, change=None, envelope=False):
     """``config``: keys to say, or not to, where None; ``change``: of the tensors."""
-    file, path = root / "head" / "config.json", root / "head" / "model.safetensors"
+    file = root / "head" / "config.json"
     said = json.loads(file.read_text())
     if envelope:
         said = {"speculators_model_type": "peagle", "transformer_layer_config": said}
         for key in ("draft_vocab_size", "mask_token_id", "eagle_config"):
             said[key] = said["transformer_layer_config"].pop(key)
     file.write_text(json.dumps({key: value for key, value in (said | (config or {})).items() if value is not None}))
-    if change is not None:
-        state = load_file(path)
-        change(state)
-        save_file({key: value.contiguous() for key, value in state.items()}, path)
+    rewrite(root / "head", change)
 
 
 def check(root, backend, reference, *, tokens=K):

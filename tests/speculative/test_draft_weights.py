@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from outrider import Engine
 from outrider.cli.options.models import Speculation
@@ -26,6 +25,7 @@ from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 from speculative.test_build import GREEDY, PROMPTS, options
+from tiny_checkpoints import rewrite
 
 
 def made(checkpoints, name, **fields):
@@ -138,10 +138,8 @@ def test_an_output_head_of_its_own_is_rounded_itself(checkpoints, tmp_path):
     """An EAGLE checkpoint may have another output head than the target's."""
     directory = tmp_path / "eagle"
     shutil.copytree(checkpoints / "eagle", directory)
-    tensors = load_file(directory / "model.safetensors")
     target = load_decoder(checkpoints / "target", backend=CpuBackend(), dtype=torch.float32)
-    tensors["lm_head.weight"] = -target.weights.head
-    save_file(tensors, directory / "model.safetensors")
+    rewrite(directory, lambda tensors: tensors | {"lm_head.weight": -target.weights.head})
     head = build_proposer("eagle", options(checkpoints, directory=directory, weights="int8")).head
     assert head.has_own_output_head
     assert isinstance(head._head, QuantizedWeight)
