@@ -20,6 +20,7 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, max_graph_tokens
+from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput, KeptRows, StateInput
@@ -244,7 +245,7 @@ class PrefillGraphs:
         self._backend = backend = parts.backend
         self._forward = parts.streams.forward
         self._prefill = prefill
-        self._input_upload = parts.input_upload
+        self._input_upload = InputUpload(parts)
         self._staging = staging = parts.staging
         self._capacity = parts.capacity
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
@@ -341,5 +342,5 @@ def stage_prompt_padding(parts: EngineParts) -> PrefillInputs | None:
         return None
     tokens = min(MAX_GRAPH_TOKENS, _max_chunk_tokens(parts))
     bucket = PrefillBucket(tokens, min(MOST_SEQUENCES, parts.staging.max_requests))
-    segments = parts.input_upload.stage_padding(bucket)
+    segments = InputUpload(parts).stage_padding(bucket)
     return prefill_inputs((), parts.staging, segments, most=parts.capacity)

@@ -45,7 +45,7 @@ REASONS: dict[str, str] = {
     "Scheduler._grow: leave an operand out: not self._can_decode(request)": "pages taken in vain: tests/engine/test_pages.py",
     "Scheduler.max_pages: change a sign": "what is refused: tests/engine/test_pages.py",
     "NgramProposer.__init__: one more: 0 → 1 (3)": "equivalent: the engine allocates before anything reads it",
-    "_pack_prefill: one more: 0 → 1 (7)": "equivalent: the proposer that reads it takes no padding",
+    "pack_prefill: one more: 0 → 1 (7)": "equivalent: the proposer that reads it takes no padding",
     "Results._read_logprobs: change a flag: True → False": "equivalent: both are made from the same chunks",
     "EngineConfig.__post_init__: leave out: _check_int": "what is refused: tests/engine/test_requests.py",
     "Admission.check: leave out: _check_pages": "what is refused: tests/engine/test_requests.py",
