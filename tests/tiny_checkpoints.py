@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -124,6 +126,18 @@ def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed:
     size = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
     return model.eval()
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any] | None = None, **config: Any) -> None:
+    """Change a checkpoint where it is: ``change`` modifies the tensors or returns other ones, ``config`` replaces fields."""
+    if change is not None:
+        state = load_file(directory / "model.safetensors")
+        made = change(state)
+        state = {key: value.contiguous() for key, value in (made if isinstance(made, dict) else state).items()}
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    if config:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
 
 def write_eagle3(

@@ -51,24 +51,6 @@ def test_streams_of_another_backend_are_refused(backend):
         pass
 
 
-def test_stream_names_are_unique(backend):
-    assert [backend.create_stream("s").name for _ in range(3)] == ["s", "s.2", "s.3"]
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda b: b.create_flag("f"),
-        lambda b: b.create_stream("s", priority=-1),
-        lambda b: b.create_event("e", timing=True),
-        lambda b: b.delay(b.create_stream("s"), 10),
-    ],
-)
-def test_an_undeclared_ability_raises(backend, use):
-    with pytest.raises(CapabilityError):
-        use(backend)
-
-
 def graph_of(backend, **changes):
     def double(context):
         context.outputs["y"].copy_(context.inputs["x"] * context.scalars["factor"])

@@ -10,7 +10,7 @@ import torch
 
 from outrider import Engine, SamplingParams
 from outrider.engine import prefill
-from outrider.model import load_decoder, load_eagle
+from outrider.model import load_decoder, load_eagle, open_head
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
@@ -29,7 +29,7 @@ class Bundle:
         self.backend, self.dtype = backend, dtype
         torch_dtype = getattr(torch, dtype)
         self.target = load_decoder(BUNDLED / "target", backend=backend, dtype=torch_dtype)
-        self.head = load_eagle(BUNDLED / "eagle", target=self.target, backend=backend, dtype=torch_dtype)
+        self.head = load_eagle(open_head(BUNDLED / "eagle", target=self.target, backend=backend, dtype=torch_dtype))
         self._plain = {}
 
     def engine(self, *, speculate="eagle", **config):

@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from model.harness import Driver
 from outrider import SamplingParams
-from outrider.device import AttentionMetadata
-from outrider.model import ForwardInput, KVCache
 
 PROMPTS, NEW_TOKENS = 50, 32
 
@@ -34,29 +33,9 @@ def test_greedy_tokens_equal_generate(bundle32, reference, prompt_tokens, count)
 def test_logits_agree_within_1e_4(bundle32, reference, prompt_tokens):
     worst = 0.0
     for prompt in prompt_tokens[:PROMPTS]:
-        tokens, count = torch.tensor(prompt), len(prompt)
-        config = bundle32.target.config
-        pages = -(-count // 16)
-        cache = KVCache.allocate(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_size,
-            pages=pages + 1,
-            page_size=16,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-        attention = AttentionMetadata(
-            query_start=torch.tensor([0, count], dtype=torch.int32),
-            seq_lens=torch.tensor([count], dtype=torch.int32),
-            block_table=torch.arange(1, pages + 1, dtype=torch.int32).unsqueeze(0),
-            max_query=count,
-            max_kv=count,
-        )
-        positions = torch.arange(count)
+        driver = Driver(bundle32.target, page_size=16)
+        logits = driver.logits([(driver.sequence(), prompt)])
         with torch.no_grad():
-            hidden = bundle32.target.forward(ForwardInput(tokens, positions, positions + 16, attention), cache)
-            logits = bundle32.target.logits(hidden)
-            expected = reference(tokens.unsqueeze(0)).logits[0]
+            expected = reference(torch.tensor([prompt])).logits[0]
         worst = max(worst, float((logits - expected).abs().max()))
     assert worst <= 1e-4

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.test_hand_over import finish, until_output
 from model.cached_checkpoints import write_cached
 from outrider import SamplingParams
 from outrider.device import ConfigError
@@ -137,11 +138,6 @@ def test_a_draft_keeps_its_own_dtype(written, tmp_path):
     assert [each.token_ids for each in engine.generate(PROMPTS[:1], GREEDY)]
 
 
-def until_output(engine, request, count=3):
-    while len(engine._requests[request].output) < count:
-        engine.step()
-
-
 @pytest.mark.parametrize("other", ["cpu", "sim"])
 def test_a_request_moves_with_its_bytes_and_not_into_another_dtype(written, plain, other):
     first, second = (
@@ -149,18 +145,13 @@ def test_a_request_moves_with_its_bytes_and_not_into_another_dtype(written, plai
         for name, size in (("sim", 4), (other, 3))
     )
     request = first.add_request(PROMPTS[1], GREEDY)
-    until_output(first, request)
+    until_output(first, request, 3)
     handed = first.hand_over(request)
     assert {each.dtype for each in handed.keys_values} == {torch.float8_e4m3fn}
     wide = Engine.from_checkpoint(written[0], CpuBackend(), config=config(kv_dtype="plain"))
     with pytest.raises(ConfigError, match=r"KV cache is in torch.float8_e4m3fn, this one's is in torch.float64.*kv_dtype"):
         wide.take_over(handed)
-    taken = second.take_over(handed)
-    record = second._requests[taken]
-    while not record.finished:
-        second.step()
-    second.drain()
-    assert record.completion().token_ids == plain[1]
+    assert finish(second, second.take_over(handed)).token_ids == plain[1]
 
 
 def test_what_cannot_be_is_refused(written):

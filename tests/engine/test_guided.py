@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from xgrammar.testing import _is_grammar_accept_string
 
 from engine.guided_schemas import SCHEMAS, check_fits
+from engine.test_hand_over import finish, until_output
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
@@ -20,7 +21,7 @@ from outrider.engine.guides import grammars
 from outrider.engine.guides.grammars import Grammars, Guidance, mask_words
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
-from outrider.model import Tokenizer, load_decoder, load_eagle
+from outrider.model import Tokenizer, load_decoder, load_eagle, open_head
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
@@ -57,7 +58,7 @@ class Bundled:
         stream = backend.create_stream("load")
         with backend.on(stream):
             self.target = load_decoder(directory / "target", backend=backend, dtype=torch.float64)
-            self.head = load_eagle(directory / "eagle", target=self.target, backend=backend, dtype=torch.float64)
+            self.head = load_eagle(open_head(directory / "eagle", target=self.target, backend=backend, dtype=torch.float64))
         stream.synchronize()
 
     def engine(self, speculate="eagle", **config):
@@ -391,13 +392,8 @@ def test_a_guided_request_goes_on_in_another_engine(cpu, sim, oracle, prompt_tok
     prompt = prompt_tokens[0][-20:]
     first, second = cpu.engine(max_requests=2), sim.engine(max_requests=2, overlap=True)
     request = first.add_request(prompt, SamplingParams(max_tokens=LONGEST, guide=GUIDES["schema"]))
-    while len(first._requests[request].output) < 6:
-        first.step()
-    taken = second.take_over(first.hand_over(request))
-    record = second._requests[taken]
-    while not record.finished:
-        second.step()
-    assert tuple(record.output) == oracle(prompt, "schema")
+    until_output(first, request, 6)
+    assert finish(second, second.take_over(first.hand_over(request))).token_ids == oracle(prompt, "schema")
 
 
 def test_an_interrupt_while_the_grammar_is_walked_costs_nothing(cpu, oracle, prompt_tokens, monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 from model.test_vision import IMAGE, picture
 from outrider import Engine, SamplingParams
-from outrider.model import MediaProcessor, load_decoder, load_eagle, load_vision
+from outrider.model import MediaProcessor, load_decoder, load_eagle, load_vision, open_head
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
@@ -21,7 +21,7 @@ PROMPT, OTHER = (5, 9, 20, 33, 41, 7), (8, 8, 3)
 def engines(directory, backend, tree=False):
     """A maker of engines on one backend, which share the weights."""
     target = load_decoder(directory / "target", backend=backend, dtype=torch.float32)
-    head = load_eagle(directory / "eagle", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle(open_head(directory / "eagle", target=target, backend=backend, dtype=torch.float32))
 
     def make():
         shape = DynamicTree(topk=2, depth=3)

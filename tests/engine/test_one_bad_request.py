@@ -4,7 +4,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.engine.requests.request import FinishReason
-from outrider.engine.state.staging import InputUpload
+from outrider.engine.state.input_upload import InputUpload
 from outrider_proof import tiny
 
 PROMPTS = [(3,), (1, 2, 3, 4, 5), (7, 7)]

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from drawing import some_and_many
+from model.harness import Driver
 from outrider import SamplingParams
-from outrider.device import AttentionMetadata, KernelSet
+from outrider.device import KernelSet
 from outrider.engine.requests.sampling import derived_seed
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.errors import RequestError
-from outrider.model import ForwardInput, KVCache
 from outrider_proof import tiny
 
 NEW = 24
@@ -34,19 +34,8 @@ def logits_of(reference, tokens):
 @functools.cache
 def tiny_logits(tokens):
     """Logits of the tiny model behind these tokens, from one prefill into a fresh cache."""
-    target, count = tiny.target(), len(tokens)
-    shape = {"pages": count + 1, "page_size": 1, "dtype": torch.float64, "device": torch.device("cpu")}
-    cache = KVCache.allocate(target.config.num_layers, tiny.KV_HEADS, tiny.HEAD_SIZE, **shape)
-    attention = AttentionMetadata(
-        query_start=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        block_table=torch.arange(1, count + 1, dtype=torch.int32).unsqueeze(0),
-        max_query=count,
-        max_kv=count,
-    )
-    positions = torch.arange(count)
-    hidden = target.forward(ForwardInput(torch.tensor(tokens), positions, positions + 1, attention), cache)
-    return target.logits(hidden[-1:])[0]
+    driver = Driver(tiny.target())
+    return driver.logits([(driver.sequence(), tokens)])[-1]
 
 
 def by_hand(reference, prompt, params, stops):

@@ -1,6 +1,6 @@
 """Speculative greedy output equals plain greedy output, on drawn host programs: batch mixes, chunks, pages, aborts."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,56 +9,8 @@ from tests.engine.conftest import Tiny
 
 from drawing import some_and_many
 from outrider import Engine, SamplingParams
-from outrider.engine.requests.request import FinishReason
 from outrider_proof.tiny import plain_config
-
-LONGEST = 20
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request of a host program: which prompt, how much of it, when it comes and when, if ever, it's aborted."""
-
-    prompt: int
-    length: int
-    max_tokens: int
-    step: int
-    abort_after: int | None
-
-
-arrivals = st.builds(
-    Arrival,
-    prompt=st.integers(0, 5),  # few, so that prefixes are shared
-    length=st.integers(1, 60),
-    max_tokens=st.integers(1, LONGEST),
-    step=st.integers(0, 6),
-    abort_after=st.one_of(st.none(), st.integers(0, 5)),
-)
-
-
-def run_program(engine, program, prompt_tokens):
-    """Run the program step by step; returns (arrival, prompt, tokens, reason) for each request."""
-    waiting = sorted(enumerate(program), key=lambda item: item[1].step)
-    live, seen, step = {}, {}, 0
-    while waiting or engine.has_unfinished:
-        while waiting and waiting[0][1].step <= step:
-            index, arrival = waiting.pop(0)
-            prompt = prompt_tokens[arrival.prompt % len(prompt_tokens)][: arrival.length]
-            request = engine.add_request(prompt, SamplingParams(max_tokens=arrival.max_tokens))
-            live[request] = (index, arrival, step)
-            seen[request] = [arrival, prompt, [], None]
-        for request, (_, arrival, since) in list(live.items()):
-            if arrival.abort_after is not None and step - since >= arrival.abort_after:
-                engine.abort(request)
-                del live[request]
-        for output in engine.step():
-            seen[output.request_id][2].extend(output.tokens)
-            if output.finish_reason is not None:
-                assert seen[output.request_id][3] is None, "a request ended twice"
-                seen[output.request_id][3] = output.finish_reason
-                live.pop(output.request_id, None)
-        step += 1
-    return list(seen.values())
+from speculative.programs import ENGINES, LONGEST, check, programs
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +20,10 @@ def tiny_ends():
 
 
 DRAWN = given(
-    program=st.lists(arrivals, min_size=1, max_size=6),
-    max_requests=st.integers(1, 4),
-    page_size=st.sampled_from([1, 3, 16]),
-    prefill_chunk=st.sampled_from([1, 7, 64]),
+    program=programs(st.tuples(st.integers(0, 5), st.integers(1, 60))),  # few prompts, so that prefixes are shared
     draft_tokens=st.integers(1, 5),
-    overlap=st.booleans(),
     extra_pages=st.one_of(st.none(), st.integers(0, 12)),
+    **ENGINES,
 )
 
 
@@ -82,17 +31,8 @@ def any_program(tiny_ends, tiny_tokens, speculate, program, extra_pages, **confi
     if extra_pages is not None:  # few enough pages that requests wait and are preempted
         config["num_pages"] = 1 + -(-(60 + LONGEST) // config["page_size"]) + extra_pages
     engine = tiny_ends.engine(speculate=speculate, max_context=96, **config)
-    pages, rows = engine.free_pages, engine.free_rows
-    for arrival, prompt, tokens, reason in run_program(engine, program, tiny_tokens):
-        expected = tiny_ends.plain(prompt, LONGEST).token_ids[: arrival.max_tokens]
-        if reason is FinishReason.ABORT:
-            assert tuple(tokens) == expected[: len(tokens)]
-        else:
-            assert tuple(tokens) == expected
-            stopped = len(expected) < arrival.max_tokens or expected[-1] in tiny_ends.target.config.eos_token_ids
-            assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-    engine.drain()
-    assert (engine.free_pages, engine.free_rows) == (pages, rows)
+    cut = [replace(each, prompt=tiny_tokens[each.prompt[0]][: each.prompt[1]]) for each in program]
+    check(engine, cut, lambda prompt, count: tiny_ends.plain(prompt, count).token_ids)
 
 
 test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy_tokens = some_and_many(

@@ -16,7 +16,7 @@ from transformers import (
 
 from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
-from outrider.model import load_decoder, load_eagle
+from outrider.model import load_decoder, load_eagle, open_head
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
@@ -67,7 +67,7 @@ def draw(tiny, kernels=None, **options):
     if kernels is not None:
         backend.use_kernels(kernels)
     target = load_decoder(tiny / "target", backend=backend, dtype=torch.float32)
-    head = load_eagle(tiny / "eagle", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle(open_head(tiny / "eagle", target=target, backend=backend, dtype=torch.float32))
     config = plain_config(max_requests=512, page_size=4, max_context=16, prefill_chunk=512 * len(PROMPT))
     engine = Engine(target, backend, proposer=EagleProposer(head, draft_tokens=2), config=config)
     each = [SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=seed, **options) for seed in range(DRAWS)]

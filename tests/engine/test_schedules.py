@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.model import load_decoder, load_eagle
+from outrider.model import load_decoder, load_eagle, open_head
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof.tiny import plain_config
@@ -27,7 +27,7 @@ SLOW_SCHEDULES = 200
 def device(bundled_dir):
     backend = get_backend("sim")
     target = load_decoder(bundled_dir / "target", backend=backend, dtype=torch.float32)
-    head = load_eagle(bundled_dir / "eagle", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle(open_head(bundled_dir / "eagle", target=target, backend=backend, dtype=torch.float32))
     backend.synchronize()
     return backend, target, head
 

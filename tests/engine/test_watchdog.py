@@ -14,7 +14,7 @@ from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import ConfigError, DeadlockError, DeviceLost, DeviceStuck, EngineStopped, Fence, stream
 from outrider.device.stream import poll
 from outrider.engine.recovery import Watchdog
-from outrider.model import load_decoder, load_eagle
+from outrider.model import load_decoder, load_eagle, open_head
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
@@ -27,7 +27,7 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 def engine_on(backend, directory, **fields):
     target = load_decoder(directory / "target", backend=backend, dtype=torch.float32)
-    head = load_eagle(directory / "eagle", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle(open_head(directory / "eagle", target=target, backend=backend, dtype=torch.float32))
     backend.synchronize()
     config = plain_config(max_context=48, max_requests=2, page_size=4, overlap=True, **fields)
     return Engine(target, backend, proposer=EagleProposer(head, draft_tokens=3), config=config)

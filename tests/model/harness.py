@@ -18,10 +18,13 @@ class Sequence:
 
 
 class Driver:
-    """Pages are handed out from both ends alternately, so that a sequence's pages aren't contiguous."""
+    """Pages are handed out from both ends alternately, so that a sequence's pages aren't contiguous.
 
-    def __init__(self, model, *, pages=64, page_size=4):
-        config = model.config
+    ``config``: that of a draft head, whose cache it then has.
+    """
+
+    def __init__(self, model, *, config=None, pages=64, page_size=4):
+        self.config = config = config or model.config
         self.model, self.page_size = model, page_size
         self.device = model.device
         self.free = [
@@ -39,7 +42,7 @@ class Driver:
         )
 
     def sequence(self):
-        return Sequence([], 0 if self.model.config.recurrent is None else self.rows.pop())
+        return Sequence([], 0 if self.config.recurrent is None else self.rows.pop())
 
     def inputs(self, batch, *, padding=0, positions=None, **extra):
         """ForwardInput of ``batch``, a list of (sequence, new tokens); ``padding`` more tokens at the end."""
@@ -70,9 +73,9 @@ class Driver:
             max_kv=max(lens) + 3,
         )
         position = device(where + pad) if positions is None else positions.to(self.device)
-        if positions is None and self.model.config.rope.sections:
+        if positions is None and self.config.rope.sections:
             position = position.expand(3, -1).contiguous()
-        states = None if self.model.config.recurrent is None else StateInput(device([each.row for each, _ in batch]))
+        states = None if self.config.recurrent is None else StateInput(device([each.row for each, _ in batch]))
         return ForwardInput(device(tokens + pad), position, device(slots + pad), metadata, states=states, **extra)
 
     def hidden(self, batch, **options):
@@ -90,7 +93,7 @@ class Driver:
         for start in range(0, len(prompt), chunk):
             part = prompt[start : start + chunk]
             extra = {}
-            if self.model.config.rope.kind == "dynamic":
+            if self.config.rope.kind == "dynamic":
                 extra["prompt_lens"] = torch.full((len(part),), len(prompt), device=self.device)
             logits = self.logits([(sequence, part)], **extra)[-1]
         tokens, chosen = [], []

@@ -4,30 +4,16 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from outrider.device import CapabilityError
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder
 from outrider.model.config.checkpoint_config import read_model_config
-from tiny_checkpoints import FAMILIES, write_checkpoint
-
-
-def rewrite(directory, change):
-    path = directory / "model.safetensors"
-    state = load_file(path)
-    change(state)
-    save_file(state, path)
+from tiny_checkpoints import FAMILIES, rewrite, write_checkpoint
 
 
 def load(directory, backend, dtype=torch.float32):
     return load_decoder(directory, backend=backend, dtype=dtype)
-
-
-def edit_json(path, **changes):
-    value = json.loads(path.read_text())
-    value.update(changes)
-    path.write_text(json.dumps(value))
 
 
 KEY = "model.layers.1.self_attn.k_proj.weight"
@@ -65,7 +51,7 @@ def test_stored_rotary_frequencies_are_ignored(tmp_path, backend):
 
 def test_bias_that_the_config_denies(tmp_path, backend):
     write_checkpoint(tmp_path, "llama-biases")
-    edit_json(tmp_path / "config.json", attention_bias=False)
+    rewrite(tmp_path, attention_bias=False)
     with pytest.raises(CheckpointError, match=r"not expected: 'model\.layers\.0\.self_attn\.k_proj\.bias' \[16\].* more"):
         load(tmp_path, backend)
 
@@ -196,7 +182,7 @@ def test_quantised_tensor(tmp_path, backend):
 def test_config(tmp_path, changes, message):
     write_checkpoint(tmp_path, "llama")
     (tmp_path / "generation_config.json").unlink()
-    edit_json(tmp_path / "config.json", **changes)
+    rewrite(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message) as caught:
         read_model_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
@@ -212,7 +198,7 @@ def test_no_config(tmp_path):
 
 def test_generation_config_decides_the_end(tmp_path):
     write_checkpoint(tmp_path, "llama")
-    edit_json(tmp_path / "generation_config.json", eos_token_id=[7, 9])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [7, 9]}))
     config = read_model_config(tmp_path)
     assert config.eos_token_ids == (7, 9)
     assert config.bos_token_id == 1

@@ -1,7 +1,5 @@
 """The decoder against transformers: the same logits and the same greedy tokens for every family and rope scaling."""
 
-import json
-
 import pytest
 import torch
 import transformers
@@ -12,7 +10,7 @@ from outrider.model import EagleHead, RopeConfig, load_decoder
 from outrider.model.config.shapes import decoder_shape
 from outrider.registry import get_backend
 from outrider_proof import tiny
-from tiny_checkpoints import FAMILIES, ROPES, write_checkpoint
+from tiny_checkpoints import FAMILIES, ROPES, rewrite, write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72, 12, 51, 3, 29, 88, 40, 7, 19, 66, 25, 31]
 STEPS = 24
@@ -62,8 +60,7 @@ def test_rope(tmp_path, backend, name, rope):
 def edited(directory, name, **keys):
     """A checkpoint whose config.json says ``keys`` by hand, and transformers' model of it."""
     write_checkpoint(directory, name)
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    rewrite(directory, **keys)
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder, load_dflash
+from outrider.model import load_decoder, load_dflash, open_head
 from outrider.speculative.parallel import BlockProposer
 from outrider_proof.tiny import plain_config
-from tiny_checkpoints import tiny_config, write_checkpoint, write_dflash
+from tiny_checkpoints import rewrite, tiny_config, write_checkpoint, write_dflash
 
 PROMPTS = [[1, 17, 44, 90, 5, 61, 61, 8, 33], [7, 3]]
 
@@ -90,7 +90,7 @@ def root(tmp_path):
 
 def load(root, backend):
     target = load_decoder(root / "target", backend=backend, dtype=torch.float32)
-    return target, load_dflash(root / "head", target=target, backend=backend, dtype=torch.float32)
+    return target, load_dflash(open_head(root / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 def edit(root, **fields):
@@ -192,10 +192,7 @@ def test_an_envelope_must_say_what_its_positions_predict(root, backend):
     ],
 )
 def test_wrong_tensors_are_named(root, backend, change, message):
-    path = root / "head" / "model.safetensors"
-    state = load_file(path)
-    change(state)
-    save_file(state, path)
+    rewrite(root / "head", change)
     with pytest.raises(CheckpointError, match=message):
         load(root, backend)
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from model.harness import Driver
 from outrider.errors import CheckpointError
-from outrider.model import KVCache, load_decoder, load_eagle3
-from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3
+from outrider.model import load_decoder, load_eagle3, open_head
+from tiny_checkpoints import rewrite, tiny_config, write_checkpoint, write_eagle3
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 EPS = 1e-6
@@ -43,7 +43,7 @@ def load(tmp_path, backend, **shape):
     write_checkpoint(tmp_path / "target", "llama")
     state = write_eagle3(tmp_path / "head", **shape)
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
-    return state, target, load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    return state, target, load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "bin"])
@@ -56,13 +56,12 @@ def test_head_is_the_published_one(tmp_path, backend, fmt):
         final, captured = target.forward_with_aux_hidden_states(inputs, driver.cache, head.aux_hidden_state_layers)
         hidden = head.condition(final, captured)
         assert torch.allclose(hidden, torch.cat(captured, -1) @ state["fc.weight"].T, atol=1e-5)
-        cache = KVCache.allocate(1, 2, 8, pages=64, page_size=4, dtype=torch.float32, device=target.device)
         expected = reference_head(state, shifted, hidden, target.weights.embedding)
         given = hidden.clone()
-        draft = Driver(target)
+        draft = Driver(target, config=head.config)
         sequence = draft.sequence()
-        first = head.forward(draft.inputs([(sequence, shifted[:6].tolist())]), hidden[:6], cache)
-        rest = head.forward(draft.inputs([(sequence, shifted[6:].tolist())]), hidden[6:], cache)
+        first = head.forward(draft.inputs([(sequence, shifted[:6].tolist())]), hidden[:6], draft.cache)
+        rest = head.forward(draft.inputs([(sequence, shifted[6:].tolist())]), hidden[6:], draft.cache)
     assert torch.equal(hidden, given), "the head must not write what the target computed"
     out = torch.cat((first, rest))
     assert torch.allclose(out, expected, atol=1e-4), (out - expected).abs().max()
@@ -75,7 +74,7 @@ def test_a_head_without_an_output_head_drafts_with_rows_of_the_targets(tmp_path,
     state, target, own = load(tmp_path, backend)
     del state["lm_head.weight"]
     save_file(state, tmp_path / "head" / "model.safetensors")
-    head = load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
     assert torch.equal(head.target_ids, own.target_ids.sort().values)
     hidden = torch.randn(3, target.config.hidden_size)
     with torch.no_grad():
@@ -87,7 +86,7 @@ def test_published_choice_of_layers(tmp_path, backend):
     write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=8)
     write_eagle3(tmp_path / "head", layers=None)
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
-    head = load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
     assert head.aux_hidden_state_layers == (2, 4, 5)
 
 
@@ -110,9 +109,6 @@ def test_layers_that_the_target_does_not_have(tmp_path, backend, layers):
 )
 def test_wrong_tensors(tmp_path, backend, change, message):
     _, target, _ = load(tmp_path, backend)
-    path = tmp_path / "head" / "model.safetensors"
-    state = load_file(path)
-    change(state)
-    save_file(state, path)
+    rewrite(tmp_path / "head", change)
     with pytest.raises(CheckpointError, match=message):
-        load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+        load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from model.harness import Driver
 from model.test_eagle3 import TOKENS, norm, reference_head
 from outrider.errors import CheckpointError
-from outrider.model import KVCache, load_decoder, load_eagle3
+from outrider.model import load_decoder, load_eagle3, open_head
 from tiny_checkpoints import write_checkpoint, write_eagle3
 
 HIDDEN = 32
@@ -34,7 +34,7 @@ def write(tmp_path, config, *, prefix="midlayer", norms=(), envelope=False):
 
 def load(tmp_path, backend):
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
-    return target, load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    return target, load_eagle3(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 def check(tmp_path, backend, state, layers, *, before_fc=False, each=False, before_residual=False, output=False):
@@ -50,10 +50,9 @@ def check(tmp_path, backend, state, layers, *, before_fc=False, each=False, befo
         joined = norm(joined, state["input_norm.weight"]) if before_fc else joined
         hidden = head.condition(final, captured)
         torch.testing.assert_close(hidden, joined @ state["fc.weight"].T, atol=1e-4, rtol=1e-4)
-        cache = KVCache.allocate(1, 2, 8, pages=64, page_size=4, dtype=torch.float32, device=target.device)
-        draft, tokens = Driver(target), [*TOKENS[1:], 12]
+        draft, tokens = Driver(target, config=head.config), [*TOKENS[1:], 12]
         sequence = draft.sequence()
-        made = head.forward(draft.inputs([(sequence, tokens)]), hidden, cache)
+        made = head.forward(draft.inputs([(sequence, tokens)]), hidden, draft.cache)
         known = hidden
         for token in (70, 3):
             embedding = target.weights.embedding
@@ -63,7 +62,7 @@ def check(tmp_path, backend, state, layers, *, before_fc=False, each=False, befo
             torch.testing.assert_close(made[-1], expected[-1], atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(head.logits(made)[-1], (normed @ state["lm_head.weight"].T)[-1], atol=1e-3, rtol=1e-4)
             tokens, known = [*tokens, token], torch.cat((known, expected[-1:]))
-            made = head.forward(draft.inputs([(sequence, [token])]), made[-1:], cache)
+            made = head.forward(draft.inputs([(sequence, [token])]), made[-1:], draft.cache)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +135,3 @@ def test_what_is_refused(tmp_path, backend, config, options, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         load(tmp_path, backend)
     assert str(tmp_path / "head") in str(caught.value)
-
-
-def test_a_parallel_head_is_refused_by_its_name(tmp_path, backend):
-    state = write(tmp_path, {"norm_before_residual": True, "mask_token_id": 5})
-    save_file(state | {"mask_hidden": torch.zeros(1, 1, 3 * HIDDEN)}, tmp_path / "head/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"mask_hidden.*P-EAGLE.*speculate peagle"):
-        load(tmp_path, backend)

@@ -22,6 +22,7 @@ from outrider.model import (
     load_mtp,
     load_through_transformers,
     load_vision,
+    open_head,
 )
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
 from outrider.model.config.checkpoint_config import read_model_config
@@ -244,7 +245,7 @@ def test_a_torch_archive_does_not_unpack_to_more_than_it_is(copy, target, backen
 
     stored(path, pack)
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: can't be read as a torch file .*larger than the file"):
-        load_eagle(path.parent, target=target, backend=backend, dtype=torch.float32)
+        load_eagle(open_head(path.parent, target=target, backend=backend, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_states_of_torch(copy, target, backend, state, message):
     path = copy("bin") / "pytorch_model.bin"
     torch.save(state, path)
     with pytest.raises(CheckpointError, match=rf"pytorch_model\.bin: .*{message}"):
-        load_eagle(path.parent, target=target, backend=backend, dtype=torch.float32)
+        load_eagle(open_head(path.parent, target=target, backend=backend, dtype=torch.float32))
 
 
 def test_the_older_format_of_torch(copy, target, backend):
@@ -271,7 +272,7 @@ def test_the_older_format_of_torch(copy, target, backend):
     path = copy("bin") / "pytorch_model.bin"
     torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: .*not a zip file"):
-        load_eagle(path.parent, target=target, backend=backend, dtype=torch.float32)
+        load_eagle(open_head(path.parent, target=target, backend=backend, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("value", [0, -1, 97, 10**30, "40", True, 40.0, [40]])
@@ -279,7 +280,7 @@ def test_draft_vocabulary(copy, target, backend, value):
     directory = copy("eagle3")
     edit(directory / "config.json", draft_vocab_size=value)
     with pytest.raises(CheckpointError, match=r"config\.json: draft_vocab_size is .*, expected a whole number from 1 to"):
-        load_eagle3(directory, target=target, backend=backend, dtype=torch.float32)
+        load_eagle3(open_head(directory, target=target, backend=backend, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("value", [[0, 1], ["0", "1", "2"], [True] * 3, [10**30] * 3, [0] * 10**5, "012", {}, [[0]] * 3])
@@ -287,7 +288,7 @@ def test_layers_that_a_head_reads(copy, target, backend, value):
     directory = copy("eagle3")
     edit(directory / "config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": value})
     with pytest.raises(CheckpointError, match=r"config\.json: .*eagle_aux_hidden_state_layer_ids") as caught:
-        load_eagle3(directory, target=target, backend=backend, dtype=torch.float32)
+        load_eagle3(open_head(directory, target=target, backend=backend, dtype=torch.float32))
     assert len(str(caught.value)) < 1000
 
 
@@ -296,7 +297,7 @@ def test_number_of_mtp_heads(copy, target, backend, value):
     directory = copy("eagle")
     edit(directory / "config.json", num_nextn_predict_layers=value)
     with pytest.raises(CheckpointError, match=r"config\.json: num_nextn_predict_layers is .*, expected the number of heads"):
-        load_mtp(directory, target=target, backend=backend, dtype=torch.float32)
+        load_mtp(open_head(directory, target=target, backend=backend, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(

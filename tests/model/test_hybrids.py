@@ -15,9 +15,10 @@ from outrider.cli.options.models import Speculation
 from outrider.device import QuantizedWeight, SplitWeight
 from outrider.device.kernels.weights import quantized_products
 from outrider.errors import CheckpointError
-from outrider.model import KVCache, QuantizedMode, load_decoder
+from outrider.model import QuantizedMode, load_decoder
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_proof import tiny
+from tiny_checkpoints import rewrite
 
 LENGTHS = (1, 2, 3, 5, 63, 64, 65, 130)
 CHUNKS = (1, 3, 64, 130)
@@ -65,11 +66,9 @@ def test_the_head_in_the_checkpoint(family, tmp_path, backend):
     prompt = [number % model.config.vocab_size for number in range(3, 60, 5)]
     driver = Driver(engine.model)
     states = driver.hidden([(driver.sequence(), prompt)])
-    cache = KVCache.allocate(
-        1, head.config.num_kv_heads, head.config.head_size, pages=64, page_size=4, dtype=torch.float32, device=states.device
-    )
+    draft = Driver(engine.model, config=head.config)
     with torch.no_grad():
-        made = head.forward(driver.inputs([(driver.sequence(), prompt[1:])]), states[:-1], cache)
+        made = head.forward(draft.inputs([(draft.sequence(), prompt[1:])]), states[:-1], draft.cache)
     torch.testing.assert_close(made, oracle(model, prompt), rtol=1e-3, atol=1e-3)
     (found,) = engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
     assert list(found.token_ids) == greedy(model, prompt, 12)
@@ -211,19 +210,10 @@ def broken_variants(family, directory):
     """(name, words that the error must have, and a function that breaks the checkpoint in ``directory``)."""
 
     def config(change):
-        def apply():
-            raw = json.loads((directory / "config.json").read_text())
-            (directory / "config.json").write_text(json.dumps(raw | change))
-
-        return apply
+        return lambda: rewrite(directory, **change)
 
     def tensors(change):
-        def apply():
-            held = load_file(directory / "model.safetensors")
-            change(held)
-            save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
-
-        return apply
+        return lambda: rewrite(directory, change)
 
     for field in BAD_FIELDS:
         for value in BAD_VALUES:

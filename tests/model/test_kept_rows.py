@@ -21,7 +21,6 @@ from outrider.model import (
     Eagle3Head,
     EagleHead,
     KeptRows,
-    KVCache,
     MtpHead,
     PEagleHead,
     load_decoder,
@@ -181,17 +180,15 @@ def same_drafts(name, lengths, padding):
     hidden = torch.randn(sum(lengths) + padding, tiny.HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     made, caches, rows = [], [], []
     for pruned in (False, True):
-        driver, config = Driver(target), head.config
-        size = {"pages": 64, "page_size": 4, "dtype": torch.float64, "device": target.device}
-        cache = KVCache.allocate(config.num_layers, config.num_kv_heads, config.head_size, **size)
+        driver = Driver(target, config=head.config)
         tokens = torch.arange(sum(lengths)).remainder(tiny.VOCABULARY).split(lengths)
         inputs = driver.inputs([(driver.sequence(), each.tolist()) for each in tokens], padding=padding)
         kept, last = ends(inputs)
         target.kernels.rows.clear()
         with torch.no_grad():
-            states = head.forward(kept if pruned else inputs, hidden, cache)
+            states = head.forward(kept if pruned else inputs, hidden, driver.cache)
         made.append(states if pruned else states[last])
-        caches.append(cache.layers)
+        caches.append(driver.cache.layers)
         rows.append(target.kernels.of(last_layer))
     assert torch.allclose(made[1], made[0], rtol=0, atol=1e-11)
     assert all(torch.equal(a[1:], b[1:]) for one, other in zip(*caches, strict=True) for a, b in zip(one, other, strict=True))

@@ -2,11 +2,11 @@
 
 import json
 import re
+import shutil
 from dataclasses import fields
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from model.test_decoder import PROMPT, TOLERANCE, agree
 from outrider.device import ConfigError
@@ -15,7 +15,7 @@ from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.layer_configs import REFUSED
 from outrider.model.config.shapes import SHAPES, shard_config
-from tiny_checkpoints import MIXTURES, write_checkpoint
+from tiny_checkpoints import MIXTURES, rewrite, write_checkpoint
 
 OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -26,12 +26,10 @@ def mixtral(tmp_path_factory):
     return path, write_checkpoint(path, "mixtral", num_hidden_layers=2)
 
 
-def edited(source, target, change=lambda tensors: tensors, **config):
+def edited(source, target, change=None, **config):
     """A copy of a checkpoint with other tensors and another config."""
-    tensors = change(load_file(source / "model.safetensors"))
-    save_file({key: value.contiguous() for key, value in tensors.items()}, target / "model.safetensors")
-    content = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(content | config))
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    rewrite(target, change, **config)
     return target
 
 

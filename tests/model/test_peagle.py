@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder, load_eagle3, load_peagle
+from outrider.model import load_decoder, load_eagle3, load_peagle, open_head
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.parallel import PEagleProposer
 from outrider_proof.tiny import plain_config
-from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3, write_peagle
+from tiny_checkpoints import rewrite, tiny_config, write_checkpoint, write_eagle3, write_peagle
 
 PROMPTS = [[1, 17, 44, 90, 5, 61, 61, 8, 33], [7, 3]]
 HIDDEN, HEAD, K = 32, 8, 4
@@ -87,22 +87,19 @@ def root(tmp_path):
 
 def load(root, backend):
     target = load_decoder(root / "target", backend=backend, dtype=torch.float32)
-    return target, load_peagle(root / "head", target=target, backend=backend, dtype=torch.float32)
+    return target, load_peagle(open_head(root / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 def edit(root, config=None, *, change=None, envelope=False):
     """``config``: keys to say, or not to, where None; ``change``: of the tensors."""
-    file, path = root / "head" / "config.json", root / "head" / "model.safetensors"
+    file = root / "head" / "config.json"
     said = json.loads(file.read_text())
     if envelope:
         said = {"speculators_model_type": "peagle", "transformer_layer_config": said}
         for key in ("draft_vocab_size", "mask_token_id", "eagle_config"):
             said[key] = said["transformer_layer_config"].pop(key)
     file.write_text(json.dumps({key: value for key, value in (said | (config or {})).items() if value is not None}))
-    if change is not None:
-        state = load_file(path)
-        change(state)
-        save_file({key: value.contiguous() for key, value in state.items()}, path)
+    rewrite(root / "head", change)
 
 
 def check(root, backend, reference, *, tokens=K):
@@ -214,7 +211,7 @@ def test_other_rules_would_show(root):
 def test_a_head_of_two_layers_that_drafts_one_token_after_the_other(root, backend):
     state = write_eagle3(root / "head", depth=2)
     target = load_decoder(root / "target", backend=backend, dtype=torch.float32)
-    head = load_eagle3(root / "head", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle3(open_head(root / "head", target=target, backend=backend, dtype=torch.float32))
     assert len(head.weights.layers) == 2
     reference = Reference(root)
     reference.state["embed_tokens.weight"] = target.embedding
@@ -291,7 +288,7 @@ def test_wrong_configs_are_refused(root, backend, config, message):
 def test_the_other_kind_of_head_is_named(root, backend):
     target, _ = load(root, backend)
     with pytest.raises(CheckpointError, match=r"'mask_hidden': it drafts in parallel .P-EAGLE.*speculate peagle"):
-        load_eagle3(root / "head", target=target, backend=backend, dtype=torch.float32)
+        load_eagle3(open_head(root / "head", target=target, backend=backend, dtype=torch.float32))
 
 
 def test_pickled_heads_are_read(root, backend):

@@ -19,7 +19,7 @@ from outrider.device import QuantizedWeight
 from outrider.device.kernels.reference.quantized import dequantize, spread
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.device.kernels.weights import quantized_products
-from outrider.model import load_decoder, load_eagle
+from outrider.model import load_decoder, load_eagle, open_head
 from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.quantization.loading import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.storages import COMPRESSED_STORAGES, Scheme
@@ -95,9 +95,9 @@ def test_a_head_that_drafts(tmp_path, backend, plain, capfd):
     write_eagle(tmp_path / "head")
     assert quantize(capfd, "--model", tmp_path / "head", "--format", "fp8", "--out", tmp_path / "q")[0] == 0
     target = load_decoder(plain, backend=backend, dtype=torch.float32)
-    head = load_eagle(tmp_path / "q", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle(open_head(tmp_path / "q", target=target, backend=backend, dtype=torch.float32))
     assert isinstance(head.weights.fusion, QuantizedWeight)
-    own = load_eagle(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    own = load_eagle(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
     weight = head.weights.layers[0].down
     made = dequantize(weight.data, weight.scales, None, "fp8", weight.block, weight.shape, torch.float32)
     assert (made - own.weights.layers[0].down).abs().max() < 0.04 * made.abs().max()

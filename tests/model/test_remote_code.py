@@ -21,6 +21,7 @@ from outrider.model import (
     load_eagle3,
     load_through_transformers,
     load_vision,
+    open_head,
 )
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider_proof.checkpoints import write_eagle, write_vision_checkpoint
@@ -55,8 +56,8 @@ WAYS = {
     "vision": lambda path, target, backend: load_vision(path, backend=backend, dtype=torch.float32),
     "images": lambda path, target, backend: MediaProcessor.from_checkpoint(path),
     "door": lambda path, target, backend: load_through_transformers(path, backend=backend, dtype=torch.float32),
-    "eagle": lambda path, target, backend: load_eagle(path, target=target, backend=backend, dtype=torch.float32),
-    "eagle3": lambda path, target, backend: load_eagle3(path, target=target, backend=backend, dtype=torch.float32),
+    "eagle": lambda path, target, backend: load_eagle(open_head(path, target=target, backend=backend, dtype=torch.float32)),
+    "eagle3": lambda path, target, backend: load_eagle3(open_head(path, target=target, backend=backend, dtype=torch.float32)),
 }
 
 

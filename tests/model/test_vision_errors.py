@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model import vision_checkpoints
 from outrider import Engine, SamplingParams
@@ -12,6 +12,7 @@ from outrider.errors import CheckpointError, RequestError
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import rewrite
 
 BAD_VALUES = (0, -1, 2.5, "4", True, [], {}, 1 << 40)
 BAD_FIELDS = (
@@ -37,15 +38,10 @@ def variants(directory, family):
     whole = json.loads((directory / "config.json").read_text())
 
     def config(**change):
-        return lambda: (directory / "config.json").write_text(json.dumps(whole | change))
+        return lambda: rewrite(directory, **change)
 
     def tensors(change):
-        def apply():
-            held = load_file(directory / "model.safetensors")
-            change(held)
-            save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
-
-        return apply
+        return lambda: rewrite(directory, change)
 
     vision, text = whole["vision_config"], whole["text_config"]
     for field in BAD_FIELDS:
@@ -111,12 +107,7 @@ def test_a_copy_of_the_text_model_alone(tmp_path, backend, family):
     config = plain_config(max_requests=1, dtype="float32")
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     whole = Engine.from_checkpoint(tmp_path, backend, speculate="none", config=config).generate([[1, 5, 9]], params)
-    held = load_file(tmp_path / "model.safetensors")
-    save_file(
-        {key: value for key, value in held.items() if "visual" not in key},
-        tmp_path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    rewrite(tmp_path, lambda state: {key: value for key, value in state.items() if "visual" not in key})
     engine = Engine.from_checkpoint(tmp_path, backend, speculate="none", config=config)
     assert engine.generate([[1, 5, 9]], params)[0].token_ids == whole[0].token_ids
     with pytest.raises(RequestError, match="without a vision tower; use Engine.from_checkpoint on a checkpoint with one"):

@@ -14,8 +14,8 @@ from outrider.engine.requests.pages import StateCheckpoints
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
-from outrider.engine.state.rows import StateTransfer
-from outrider.engine.state.staging import InputUpload
+from outrider.engine.state.input_upload import InputUpload
+from outrider.engine.state.transfer import StateTransfer
 from outrider.engine.step import Step
 from outrider.model import Decoder, KVCache, StateInput
 from outrider.speculative.draft_model import HybridDraftModelProposer

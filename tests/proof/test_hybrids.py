@@ -8,6 +8,7 @@ import pytest
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.pages import DecodedState, PageKey, StateCheckpoints
+from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.step import Step
 from outrider.transports.link import LocalLink
 from outrider_proof import tiny
@@ -196,7 +197,7 @@ def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):
         def copy(packer, which):
             if which in packer.segments:
                 with parts.backend.on(elsewhere):
-                    parts.input_upload.copy_states(packer, which)
+                    InputUpload(parts).copy_states(packer, which)
 
         self._copy_states = copy
 

@@ -14,18 +14,18 @@ from threads import failing
 from torch.distributed import HashStore
 
 from outrider.device import CollectiveError
-from outrider.engine.ranks import heartbeats
+from outrider.engine.ranks import processes
 from outrider.engine.ranks.heartbeats import (
     STORE_LOST,
     Heartbeat,
     KeyValueStore,
     RankWatch,
-    StopDetector,
     first_rank_is_lost,
     is_stopped,
     is_stopped_here,
     process_name,
 )
+from outrider.engine.ranks.processes import ChildRanks
 from outrider.engine.ranks.ranks import ParallelConfig
 
 ENDED = Heartbeat(number=0)
@@ -102,12 +102,18 @@ def test_a_process_is_stopped_only_on_its_own_host(stopped):
 
 
 def test_a_process_counts_as_stopped_after_several_checks_in_a_row(stopped, monkeypatch):
-    detector = StopDetector(3)
-    assert [detector.find([os.getpid(), stopped]) for _ in range(3)] == [None, None, 1]
+    def children_of(*processes):
+        children = ChildRanks(stopped_checks=3)
+        children.processes += [SimpleNamespace(pid=process, poll=lambda: None) for process in processes]
+        return children
+
+    children = children_of(os.getpid(), stopped)
+    lost = 2, "rank 2 hangs: a signal has stopped its process"
+    assert [children.find_lost() for _ in range(3)] == [None, None, lost]
     answers = iter([True, True, False, True, True, True])
-    monkeypatch.setattr(heartbeats, "is_stopped", lambda _: next(answers))
-    detector = StopDetector(3)
-    assert [detector.find([stopped]) for _ in range(6)] == [None] * 5 + [0]
+    monkeypatch.setattr(processes, "is_stopped", lambda _: next(answers))
+    children = children_of(stopped)
+    assert [children.find_lost() is not None for _ in range(6)] == [False] * 5 + [True]
 
 
 def test_a_rank_that_gives_signs_or_has_ended_or_has_not_begun_is_not_lost():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider import Engine, EngineConfig
-from outrider.model import Tokenizer, load_decoder, load_eagle
+from outrider.model import Tokenizer, load_decoder, load_eagle, open_head
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 
@@ -36,7 +36,7 @@ def weights():
     """The bundled model on cpu in float32, and its EAGLE head."""
     backend = CpuBackend()
     target = load_decoder(BUNDLED / "target", backend=backend, dtype=torch.float32)
-    return backend, target, load_eagle(BUNDLED / "eagle", target=target, backend=backend, dtype=torch.float32)
+    return backend, target, load_eagle(open_head(BUNDLED / "eagle", target=target, backend=backend, dtype=torch.float32))
 
 
 def bundled_engine(**config):

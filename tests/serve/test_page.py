@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed")
 
 from outrider import Engine, EngineConfig
-from outrider.model import load_decoder, load_eagle
+from outrider.model import load_decoder, load_eagle, open_head
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_process import EngineThread
@@ -79,7 +79,7 @@ def engine():
     backend = CpuBackend()
     config = EngineConfig(max_requests=4, max_context=1024, dtype="float32")
     target = load_decoder(BUNDLED / "target", backend=backend, dtype=config.torch_dtype)
-    head = load_eagle(BUNDLED / "eagle", target=target, backend=backend, dtype=config.torch_dtype)
+    head = load_eagle(open_head(BUNDLED / "eagle", target=target, backend=backend, dtype=config.torch_dtype))
     from outrider.model import Tokenizer
 
     tokenizer = Tokenizer.from_checkpoint(BUNDLED / "target")

@@ -20,15 +20,19 @@ class Arrival:
     abort_after: int | None
 
 
-def programs(vocabulary, longest_prompt=40):
+def prompts(vocabulary):
+    return st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=40).map(tuple)
+
+
+def programs(prompt):
     arrival = st.builds(
         Arrival,
-        prompt=st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=longest_prompt).map(tuple),
+        prompt=prompt,
         max_tokens=st.integers(1, LONGEST),
         step=st.integers(0, 5),
         abort_after=st.one_of(st.none(), st.integers(0, 5)),
     )
-    return st.lists(arrival, min_size=1, max_size=5)
+    return st.lists(arrival, min_size=1, max_size=6)
 
 
 ENGINES = {
@@ -57,6 +61,7 @@ def run(engine, program, temperature=0.0):
         for output in engine.step():
             seen[output.request_id][1].extend(output.tokens)
             if output.finish_reason is not None:
+                assert seen[output.request_id][2] is None, "a request ended twice"
                 seen[output.request_id][2] = output.finish_reason
                 live.pop(output.request_id, None)
         step += 1
@@ -65,12 +70,17 @@ def run(engine, program, temperature=0.0):
 
 
 def check(engine, program, plain):
-    """Every request got plain greedy tokens, up to where it ended; every page and row came back.
+    """Every request got plain greedy tokens and ended where it should; every page and row came back.
 
     ``plain(prompt, max_tokens)``: the tokens of plain decoding.
     """
     pages, rows = engine.free_pages, engine.free_rows
     for arrival, tokens, reason in run(engine, program):
         expected = plain(arrival.prompt, LONGEST)[: arrival.max_tokens]
-        assert tuple(tokens) == (expected[: len(tokens)] if reason is FinishReason.ABORT else expected)
+        if reason is FinishReason.ABORT:
+            assert tuple(tokens) == expected[: len(tokens)]
+        else:
+            assert tuple(tokens) == expected
+            stopped = len(expected) < arrival.max_tokens or expected[-1] in engine.model.config.eos_token_ids
+            assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     assert (engine.free_pages, engine.free_rows) == (pages, rows)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.harness import Driver
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder, load_mtp, with_vocabulary_size
+from outrider.model import load_decoder, load_mtp, open_head, with_vocabulary_size
 from outrider.speculative.build import BUILDERS, DraftOptions, build_proposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
@@ -230,30 +231,18 @@ def test_damaged_heads_give_an_error_that_names_the_damage(checkpoints, tmp_path
 
 def test_a_head_computes_what_its_formula_says(checkpoints):
     """Against plain torch: norms, projection of hidden state and embedding, one decoder layer, final norm."""
-    from outrider.device import AttentionMetadata
-    from outrider.model import ForwardInput, KVCache
 
     made = options(checkpoints, directory=checkpoints / "mtp")
-    head = load_mtp(made.directory, target=made.target, backend=made.backend, dtype=torch.float32)[1]
+    head = load_mtp(open_head(made.directory, target=made.target, backend=made.backend, dtype=torch.float32))[1]
     state = {
         key.removeprefix("model.mtp_layers.1."): value
         for key, value in load_file(checkpoints / "mtp" / "model.safetensors").items()
         if ".1." in key
     }
-    count, config = 6, head.config
+    count = 6
     tokens, hidden = torch.arange(10, 10 + count), torch.randn(count, 32, generator=torch.Generator().manual_seed(1))
-    cache = KVCache.allocate(
-        1, config.num_kv_heads, config.head_size, pages=3, page_size=4, dtype=torch.float32, device=tokens.device
-    )
-    attention = AttentionMetadata(
-        query_start=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        block_table=torch.tensor([[1, 2]], dtype=torch.int32),
-        max_query=count,
-        max_kv=count,
-    )
-    positions = torch.arange(count)
-    found = head.forward(ForwardInput(tokens, positions, positions + 4, attention), hidden, cache)
+    driver = Driver(made.target, config=head.config)
+    found = head.forward(driver.inputs([(driver.sequence(), tokens.tolist())]), hidden, driver.cache)
 
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -269,7 +258,7 @@ def test_a_head_computes_what_its_formula_says(checkpoints):
     embedded = made.target.weights.embedding[tokens]
     both = torch.cat((norm(hidden, "hidden_layernorm"), norm(embedded, "token_layernorm")), -1)
     x = (both @ state["input_proj.weight"].T).unsqueeze(0)
-    rotary = LlamaRotaryEmbedding(hf)(x, positions.unsqueeze(0))
+    rotary = LlamaRotaryEmbedding(hf)(x, torch.arange(count).unsqueeze(0))
     mask = torch.full((count, count), float("-inf")).triu(1).view(1, 1, count, count)
     with torch.no_grad():
         out = layer(x, attention_mask=mask, position_embeddings=rotary)

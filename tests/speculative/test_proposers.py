@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 
 from drawing import some_and_many
+from model.harness import Driver
 from outrider import Engine, SamplingParams
-from outrider.device import AttentionMetadata, Graph, KernelSet
+from outrider.device import Graph, KernelSet
 from outrider.engine.requests.draft_length import LengthSchedule
 from outrider.engine.stages import PlanPositions
-from outrider.model import DFlashHead, DraftVocabulary, EagleHead, ForwardInput, KVCache, MtpHead, with_output_head
+from outrider.model import DFlashHead, DraftVocabulary, EagleHead, MtpHead, with_output_head
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -22,7 +23,7 @@ from outrider.speculative.parallel import BlockProposer, PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_proof import proposers, tiny
 from outrider_proof.tiny import plain_config
-from speculative.programs import ENGINES, check, programs
+from speculative.programs import ENGINES, check, programs, prompts
 
 
 def drawing_from_some():
@@ -82,7 +83,7 @@ def any_program(name, program, **config):
 
 test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy_tokens = some_and_many(
     any_program,
-    given(program=programs(tiny.VOCABULARY), **ENGINES),
+    given(program=programs(prompts(tiny.VOCABULARY)), **ENGINES),
     pytest.mark.parametrize("name", PROPOSERS),
     pytest.mark.sample(10),
     some=2,
@@ -249,21 +250,9 @@ def second_and_third():
 
     def probs(contexts):
         count, length = contexts.shape
-        cache = KVCache.allocate(
-            3, tiny.KV_HEADS, tiny.HEAD_SIZE, pages=count + 1, page_size=8, dtype=torch.float64, device=contexts.device
-        )
-        positions = torch.arange(length).expand(count, -1)
-        page = torch.arange(1, count + 1).unsqueeze(1)
-        attention = AttentionMetadata(
-            query_start=torch.arange(0, count * length + 1, length, dtype=torch.int32),
-            seq_lens=torch.full((count,), length, dtype=torch.int32),
-            block_table=page.to(torch.int32),
-            max_query=length,
-            max_kv=length,
-        )
-        flat = ForwardInput(contexts.flatten(), positions.flatten(), (page * 8 + positions).flatten(), attention)
-        hidden = tiny.target().forward(flat, cache).view(count, length, -1)[:, -1]
-        return torch.softmax(tiny.target().logits(hidden) / TEMPERATURE, -1)
+        driver = Driver(tiny.target(), pages=2 * count + 2, page_size=8)
+        hidden = driver.hidden([(driver.sequence(), context) for context in contexts.tolist()])
+        return torch.softmax(tiny.target().logits(hidden.view(count, length, -1)[:, -1]) / TEMPERATURE, -1)
 
     vocabulary = torch.arange(tiny.VOCABULARY)
     prompt = torch.tensor([PROMPT])

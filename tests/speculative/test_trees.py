@@ -6,16 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawing import some_and_many
+from model.harness import Driver
 from outrider import Engine, SamplingParams
-from outrider.device import AttentionMetadata, ConfigError, KernelSet
-from outrider.model import ForwardInput, KVCache
+from outrider.device import ConfigError, KernelSet
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.tree import DynamicTree, Tree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
-from speculative.programs import ENGINES, check, programs
+from speculative.programs import ENGINES, check, programs, prompts
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ def any_tree(program, depth, extra, seed, **config):
 test_random_trees_give_plain_greedy_tokens, test_many_random_trees_give_plain_greedy_tokens = some_and_many(
     any_tree,
     given(
-        program=programs(tiny.VOCABULARY),
+        program=programs(prompts(tiny.VOCABULARY)),
         depth=st.integers(1, 4),
         extra=st.integers(0, 6),
         seed=st.integers(0, 99),
@@ -199,7 +199,7 @@ def any_program(shape, program, **config):
 
 test_eagle_trees_give_plain_greedy_tokens, test_eagle_trees_give_plain_greedy_tokens_in_many_programs = some_and_many(
     any_program,
-    given(program=programs(tiny.VOCABULARY), **ENGINES),
+    given(program=programs(prompts(tiny.VOCABULARY)), **ENGINES),
     pytest.mark.parametrize("shape", SHAPES),
     pytest.mark.sample(2),
     some=3,
@@ -258,26 +258,11 @@ def cached(engine, request):
 
 def prefilled(tokens):
     """The same, from one prefill into a fresh cache."""
-    config, count = tiny.target().config, len(tokens)
-    cache = KVCache.allocate(
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_size,
-        pages=count + 1,
-        page_size=1,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-    )
-    attention = AttentionMetadata(
-        query_start=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        block_table=torch.arange(1, count + 1, dtype=torch.int32).unsqueeze(0),
-        max_query=count,
-        max_kv=count,
-    )
-    positions = torch.arange(count)
-    tiny.target().forward(ForwardInput(torch.tensor(tokens), positions, positions + 1, attention), cache)
-    return torch.stack([torch.stack([t.flatten(0, 1)[1:] for t in pair]) for pair in cache.layers])
+    driver = Driver(tiny.target(), page_size=len(tokens))
+    sequence = driver.sequence()
+    driver.hidden([(sequence, tokens)])
+    (page,) = sequence.pages
+    return torch.stack([torch.stack([t[page] for t in pair]) for pair in driver.cache.layers])
 
 
 def compaction_error(backend, page_size):

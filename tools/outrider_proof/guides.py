@@ -69,15 +69,7 @@ class Residues:
         for _ in range(count):
             tokens = torch.tensor([*prompt, *written], device=device)
             length = tokens.shape[0]
-            cache = KVCache.allocate(
-                shape.num_layers,
-                shape.num_kv_heads,
-                shape.head_size,
-                pages=2,
-                page_size=total,
-                dtype=model.dtype,
-                device=device,
-            )
+            cache = KVCache.allocate(shape, pages=2, page_size=total, dtype=model.dtype, device=device)
             places = torch.arange(length, device=device)
             attention = AttentionMetadata(
                 query_start=torch.tensor([0, length], dtype=torch.int32, device=device),

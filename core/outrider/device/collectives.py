@@ -8,7 +8,7 @@ one rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
@@ -128,17 +128,13 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, *, stream: Stream, reduction: Reduction = Reduction.SUM) -> None:
         """Replace ``tensor`` by the reduction of all ranks' tensors, in place."""
         call = self.announce(tensor, stream=stream, reduction=reduction)
-        if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
-                self._all_reduce(tensor, reduction)
+        self._carry_out(call, stream, self._all_reduce, tensor, reduction)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
         """Copy the ``tensor`` of each rank i to ``output[i]``; ``output`` is [size, …], ``tensor`` is […]."""
         self._check_stacked(output, tensor, "all_gather", "output", "tensor")
         call = self._call("all_gather", stream, output, tensor, reads=(tensor,), writes=(output,))
-        if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
-                self._all_gather(output, tensor)
+        self._carry_out(call, stream, self._all_gather, output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, *, stream: Stream, reduction: Reduction = Reduction.SUM) -> None:
         """Write this rank's part of the reduction of all ranks' ``tensor`` to ``output``.
@@ -150,18 +146,14 @@ class Group(ABC):
         call = self._call(
             "reduce_scatter", stream, output, tensor, reads=(tensor,), writes=(output, tensor), reduction=reduction
         )
-        if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
-                self._reduce_scatter(output, tensor, reduction)
+        self._carry_out(call, stream, self._reduce_scatter, output, tensor, reduction)
 
     def broadcast(self, tensor: Tensor, *, root: int, stream: Stream) -> None:
         """Replace ``tensor`` by the tensor of rank ``root``, in place."""
         self._check_member("broadcast", "root", root)
         reads, writes = ((tensor,), ()) if self.rank == root else ((), (tensor,))
         call = self._call("broadcast", stream, tensor, tensor, reads=reads, writes=writes, root=root)
-        if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
-                self._broadcast(tensor, root)
+        self._carry_out(call, stream, self._broadcast, tensor, root)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
         """Copy ``tensor[rank]`` of each rank i to ``output[i]``, where ``rank`` is this rank. Both tensors are [size, …].
@@ -173,9 +165,7 @@ class Group(ABC):
                 "all_to_all", f"output {list(output.shape)} and tensor {list(tensor.shape)}, expected both [{self.size}, …]"
             )
         call = self._call("all_to_all", stream, output, tensor, reads=(tensor,), writes=(output,))
-        if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
-                self._all_to_all(output, tensor)
+        self._carry_out(call, stream, self._all_to_all, output, tensor)
 
     def send(self, tensor: Tensor, *, to: int, stream: Stream) -> None:
         """Send ``tensor`` to rank ``to``, which calls ``receive``.
@@ -184,17 +174,13 @@ class Group(ABC):
         """
         self._check_member("send", "to", to, other=True)
         call = self._call("send", stream, tensor, tensor, reads=(tensor,), writes=(), peer=to)
-        if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
-                self._send(tensor, to)
+        self._carry_out(call, stream, self._send, tensor, to)
 
     def receive(self, tensor: Tensor, *, source: int, stream: Stream) -> None:
         """Fill ``tensor`` with the next tensor that rank ``source`` sends to this rank, of the same shape and dtype."""
         self._check_member("receive", "source", source, other=True)
         call = self._call("receive", stream, tensor, tensor, reads=(), writes=(tensor,), peer=source)
-        if tensor.numel():
-            with self.backend.on(stream), self.backend.guard(self._describe_call(call)):
-                self._receive(tensor, source)
+        self._carry_out(call, stream, self._receive, tensor, source)
 
     # -- memory that the ranks share -------------------------------------------------------------------------------
 
@@ -368,6 +354,13 @@ class Group(ABC):
             self.backend.observer.collective(self, call, stream, reads, (*writes, *self._peer_written))
         return call
 
+    def _carry_out(self, call: Collective, stream: Stream, verb: Callable[..., None], *arguments: object) -> None:
+        """Carry out a vendor's verb in the scope of ``stream``, unless the call's tensor is empty."""
+        if call.count:
+            doing = f"calling {call} as rank {self.rank} of group {self.name!r}"
+            with self.backend.on(stream), self.backend.guard(doing):
+                verb(*arguments)
+
     def _check_reduced(self, tensor: Tensor, kind: str) -> None:
         floats = self.backend.capabilities.dtypes
         if tensor.dtype not in floats and tensor.dtype not in _INTEGERS:
@@ -390,9 +383,6 @@ class Group(ABC):
 
     def _interface_error(self, kind: str, what: str) -> InterfaceError:
         return InterfaceError(f"{kind} of rank {self.rank} in group {self.name!r} of {self.backend.label}: {what}")
-
-    def _describe_call(self, call: Collective) -> str:
-        return f"calling {call} as rank {self.rank} of group {self.name!r}"
 
     def failed(self, reason: object, call: Collective | None = None) -> CollectiveError:
         """Return the error of a failed call, by default of the last call; for vendors to raise."""

@@ -36,6 +36,7 @@ from outrider.engine.setup.facts import collect_facts
 from outrider.engine.setup.loading import LoadingArguments, absolute, load_checkpoint
 from outrider.engine.setup.resolve import resolve
 from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.transfer import StateTransfer
 from outrider.errors import RequestError
 from outrider.model import DraftFormat, LanguageModel, Media, QuantizedName, Tokenizer, VisionTower
 from outrider.registry import get_backend
@@ -101,6 +102,7 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
+        self._transfer = StateTransfer(parts)
         assembly = Assembly(parts)
         self.warm_up = assembly.warm_up(watchdog)
         with backend.guard("capturing the engine's graphs"):
@@ -423,7 +425,7 @@ class Engine:
             self._decision_log.publish_or_check("go on")
             request = self._loop.request_to_hand_over(request_id)
             with self._failure_recovery.guard_device_work("handing a request over"):
-                handed = self._decision_log.keep_handed_over(self._parts.transfer.copy_request_state(request))
+                handed = self._decision_log.keep_handed_over(self._transfer.copy_request_state(request))
             self._loop.hand_over_request(request)
             self._scheduler.retire()
             return handed
@@ -445,7 +447,7 @@ class Engine:
             self._decision_log.drop_handed_over(handed)
             request.group = handed.group
             with self._failure_recovery.guard_device_work("taking a request over"):
-                request.arrival = self._parts.transfer.copy_to_this_backend(handed)
+                request.arrival = self._transfer.copy_to_this_backend(handed)
             return self._session.add(request)
 
     def resume(self, state: RequestState, *, lend: bool = False) -> int:
@@ -478,14 +480,14 @@ class Engine:
     @property
     def page_memory(self) -> tuple[Tensor, ...]:
         """All tensors that have pages, [pages, ...] each, for the life of the engine. A link registers them."""
-        return self._parts.transfer.paged_caches
+        return self._transfer.paged_caches
 
     @property
     def state_memory(self) -> tuple[Tensor, ...]:
         """All states of recurrent layers, [rows, ...] each, for the life of the engine; empty for a model without recurrent
         layers. A link registers them.
         """
-        return self._parts.transfer.states
+        return self._transfer.states
 
     def ask_ranks(self, said: str) -> tuple[str, ...]:
         """Request a vote from every other rank and return the answers in the order of ranks. Each rank answers with the

@@ -20,6 +20,7 @@ from outrider.engine.requests.request import Request
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.session import Session
 from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.transfer import StateTransfer
 from outrider.errors import RequestError
 
 
@@ -32,6 +33,7 @@ class PageLending:
 
     def __init__(self, parts: EngineParts, loop: Loop, admission: Admission, session: Session) -> None:
         self._parts, self._loop, self._admission, self._session = parts, loop, admission, session
+        self._transfer = StateTransfer(parts)
         self._guard = loop.failure_recovery.guard_device_work
         self._scheduler = loop.scheduler
         self._has_states = bool(parts.states)
@@ -75,18 +77,9 @@ class PageLending:
         slot = self._leaving.allocate()
         fences = self._parts.fences
         ready, read = fences.pages_ready[slot - 1], fences.pages_read[slot - 1]
-        state = RequestState(
-            prompt=request.prompt,
-            params=request.params,
-            output=tuple(request.output),
-            priority=request.priority,
-            media=request.media.media if request.media is not None else (),
-            logprobs=tuple(request.logprobs),
-            iterations=request.iterations,
-            verified_tokens=request.verified_tokens,
-        )
+        state = RequestState(**request.state_fields())
         try:
-            relay = self._parts.transfer.copy_relay_to_host(request, ready)
+            relay = self._transfer.copy_relay_to_host(request, ready)
         except BaseException:
             self._leaving.give_back(slot)
             raise
@@ -154,7 +147,7 @@ class PageLending:
         self._expected[expected] = request
         self.expected[request_id] = expected
         if self.has_pages(expected):
-            self._parts.transfer.signal_pages_free(free)
+            self._transfer.signal_pages_free(free)
         return expected
 
     def has_pages(self, expected: ExpectedPages) -> bool:
@@ -194,7 +187,7 @@ class PageLending:
             pinned: Mapping[str, Tensor] = {}
             if self.has_pages(expected):
                 self.check(relay)
-                pinned = self._parts.transfer.copy_relay_to_pinned(relay)
+                pinned = self._transfer.copy_relay_to_pinned(relay)
         except BaseException:
             self._expected[expected] = request
             self.expected[request.id] = expected

@@ -20,8 +20,8 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, max_graph_tokens
+from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.state.plans import AttentionBatchKind
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput, KeptRows, StateInput
 from outrider.speculative.proposer import ExtendInputs, HostSeqLens
@@ -102,7 +102,7 @@ class Prefill:
         seeds = rows.seeds.index_select(0, inputs.rows)
         attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
         if seq_lens_host is not None:
-            attention = parts.attention.plan(AttentionBatchKind.PREFILL, attention, seq_lens_host, 0, self._forward)
+            attention = parts.attention.plan("prefill", attention, seq_lens_host, 0, self._forward)
         kept = KeptRows.last_of_each(attention, inputs.last)
         flat = ForwardInput(
             inputs.tokens,
@@ -245,7 +245,7 @@ class PrefillGraphs:
         self._backend = backend = parts.backend
         self._forward = parts.streams.forward
         self._prefill = prefill
-        self._input_upload = parts.input_upload
+        self._input_upload = InputUpload(parts)
         self._staging = staging = parts.staging
         self._capacity = parts.capacity
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
@@ -342,5 +342,5 @@ def stage_prompt_padding(parts: EngineParts) -> PrefillInputs | None:
         return None
     tokens = min(MAX_GRAPH_TOKENS, _max_chunk_tokens(parts))
     bucket = PrefillBucket(tokens, min(MOST_SEQUENCES, parts.staging.max_requests))
-    segments = parts.input_upload.stage_padding(bucket)
+    segments = InputUpload(parts).stage_padding(bucket)
     return prefill_inputs((), parts.staging, segments, most=parts.capacity)

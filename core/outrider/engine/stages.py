@@ -31,7 +31,6 @@ from outrider.engine.state.buffers import (
 from outrider.engine.state.options import BatchOptions
 from outrider.engine.state.packing import PackedTokens
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.state.plans import AttentionBatchKind
 from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side, speculative_positions
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, HostSeqLens, slots_of
 
@@ -308,7 +307,7 @@ class VerifyAttention(Stage):
         """Create the attention plan of verify, or update it for this batch."""
         width = batch.drafted + 1
         frame.verify_attention = self._parts.attention.plan(
-            AttentionBatchKind.VERIFY, frame.verify_attention, frame.seq_lens_host, width, self.stream
+            "verify", frame.verify_attention, frame.seq_lens_host, width, self.stream
         )
 
 
@@ -512,9 +511,7 @@ class ExtendAttention(Stage):
         del batch
         path = frame.path_attention
         if path is not None:
-            frame.path_attention = self._parts.attention.plan(
-                AttentionBatchKind.PATH, path, frame.seq_lens_host, path.max_query, self.stream
-            )
+            frame.path_attention = self._parts.attention.plan("path", path, frame.seq_lens_host, path.max_query, self.stream)
 
 
 class Extend(Stage):

@@ -27,16 +27,17 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.prefill import Prefill, PrefilledChunks
 from outrider.engine.requests.batch import Batch, BatchFeatures
 from outrider.engine.stages import DecodeBatch, Stages, build_frame
+from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.engine.state.results import PendingResult
 from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket
+from outrider.engine.state.transfer import StateTransfer
 from outrider.speculative.proposer import HostSeqLens
 
 
 class Step:
-    """The launcher of iterations in staged mode: it enqueues each stage on its stream, with every wait and record between
-    them.
+    """The launcher of iterations in staged mode: it enqueues each stage on its stream, with every wait and record.
 
     ``runner`` runs the stages; an eager runner runs them if a request is guided. ``prefill`` launches prompt chunks.
     """
@@ -47,7 +48,7 @@ class Step:
         self._streams = parts.streams
         self._fences = parts.fences
         self._staging = parts.staging
-        self._input_upload = parts.input_upload
+        self._input_upload, self._transfer = InputUpload(parts), StateTransfer(parts)
         self._results = parts.results
         self.prefill = prefill
         self._stages = stages
@@ -163,14 +164,12 @@ class Step:
 
     def _launch_prompts(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
         """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read, or None."""
-        if any(request.params.penalized for request in batch.admitted):
-            with self._backend.on(self._streams.forward):
-                self._input_upload.write_token_counts(packer)
         if batch.admitted:
             with self._backend.on(self._streams.forward):
+                self._input_upload.write_token_counts(packer)
                 self._input_upload.forget_pending(packer)
         if batch.arrivals:
-            self._parts.transfer.write_arrivals(batch.arrivals)
+            self._transfer.write_arrivals(batch.arrivals)
         self._copy_states(packer, RESTORED_STATES)
         return self.prefill.launch(batch, packer, bucket) if batch.prefill else None
 
@@ -197,9 +196,7 @@ class Step:
         return pending or self._copy_results_to_host(requested, entry)
 
     def _copy_results_to_host(self, requested: Batch, entry: int) -> PendingResult:
-        """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can
-        overlap.
-        """
+        """Copy the results into ring ``entry`` on forward, then to the host on copy, which the next iteration overlaps."""
         streams, fences = self._streams, self._fences
         with self._backend.on(streams.forward):
             self._results.copy_on_device(requested, entry, streams.forward)

@@ -28,7 +28,7 @@ from outrider.model.heads.draft_output import (
 )
 from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights, PEagleHead
 from outrider.model.heads.eagle_loading import load_eagle, load_eagle3, load_peagle
-from outrider.model.heads.head_checkpoint import check_draft_kind, find_mtp_format
+from outrider.model.heads.head_checkpoint import HeadCheckpoint, check_draft_kind, find_mtp_format, open_head
 from outrider.model.heads.mtp import MtpHead, MtpWeights, load_chained_mtp, load_mtp
 from outrider.model.layers.cache import KVCache, LayerState
 from outrider.model.layers.decoder import Decoder, DecoderWeights
@@ -59,6 +59,7 @@ __all__ = [
     "EagleWeights",
     "ExpertsConfig",
     "ForwardInput",
+    "HeadCheckpoint",
     "KVCache",
     "KeptRows",
     "LanguageModel",
@@ -105,6 +106,7 @@ __all__ = [
     "load_peagle",
     "load_through_transformers",
     "load_vision",
+    "open_head",
     "or_single_rank",
     "plan_decoder",
     "prompt_positions",

@@ -18,7 +18,7 @@ from outrider.device.plugin import (
     KernelHooks,
     KernelInfo,
 )
-from outrider.registry.plugins import PluginGroup, Plugins, sentence
+from outrider.registry.plugins import PluginGroup, Plugins, distribution_of, sentence
 from outrider.registry.probing import PluginProbe
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Registry:
         info = plugins.usable_info(offer)
         if info.backends and backend_name not in info.backends:
             raise ConfigError(
-                f"kernel set {name!r} of {offer.distribution} is for {', '.join(info.backends)}, not for {backend_name!r}"
+                f"kernel set {name!r} of {distribution_of(offer)} is for {', '.join(info.backends)}, not for {backend_name!r}"
             )
         kernels = plugins.create(
             offer,

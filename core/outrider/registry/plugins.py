@@ -156,25 +156,17 @@ class Candidate(Generic[Info]):
     """Descriptions of the global process state that loading the plugin changes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """An entry point of a plugin, with the distribution that declares it."""
+def distribution_of(entry_point: EntryPoint) -> str:
+    """Return name and version of the distribution that declares a plugin, if known."""
+    if entry_point.dist is None:
+        return "(unknown distribution)"
+    metadata = entry_point.dist.metadata  # a local variable, because each access parses the file
+    return f"{metadata['Name']} {metadata['Version']}"
 
-    entry_point: EntryPoint
-    distribution: str
 
-    @classmethod
-    def from_entry_point(cls, entry_point: EntryPoint) -> Offer:
-        """Return the entry point with name and version of its distribution, if known."""
-        if entry_point.dist is None:
-            return cls(entry_point, "(unknown distribution)")
-        metadata = entry_point.dist.metadata  # a local variable, because each access parses the file
-        return cls(entry_point, f"{metadata['Name']} {metadata['Version']}")
-
-    @property
-    def label(self) -> str:
-        """The name, the distribution and the module, for messages."""
-        return f"{self.entry_point.name!r} of {self.distribution} ({self.entry_point.value})"
+def label_of(entry_point: EntryPoint) -> str:
+    """Return a plugin's name, distribution and module, for messages."""
+    return f"plugin {entry_point.name!r} of {distribution_of(entry_point)} ({entry_point.value})"
 
 
 class Plugins(Generic[Info]):
@@ -203,7 +195,7 @@ class Plugins(Generic[Info]):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all installed plugins, sorted. Loads no plugin."""
-        return tuple(sorted({offer.entry_point.name for offer in self._offers()}))
+        return tuple(sorted({each.name for each in self._offers()}))
 
     def candidates(self, *, load: bool = True) -> tuple[Candidate[Info], ...]:
         """Return every installed plugin with its status. Errors of plugins become part of their status.
@@ -211,16 +203,16 @@ class Plugins(Generic[Info]):
         A child process loads each plugin first. A plugin that hangs or ends the child isn't loaded in this process.
         ``load=False`` loads no plugin; every plugin without a duplicate then has the status ``broken`` without a reason.
         """
-        offers_by_name: dict[str, list[Offer]] = {}
+        offers_by_name: dict[str, list[EntryPoint]] = {}
         for offer in self._offers():
-            offers_by_name.setdefault(offer.entry_point.name, []).append(offer)
-        unique = [offers[0].entry_point for offers in offers_by_name.values() if len(offers) == 1]
+            offers_by_name.setdefault(offer.name, []).append(offer)
+        unique = [offers[0] for offers in offers_by_name.values() if len(offers) == 1]
         verdicts = self._probe.verdicts(unique, self.group.describe) if load else {}
         return tuple(self._examine(name, offers_by_name[name], verdicts, load=load) for name in sorted(offers_by_name))
 
     def try_in_child(self, name: str) -> ProbeVerdict:
         """Load the named plugin in a child process, and return what that changed in the process or why it is not safe."""
-        entry_point = self.offer(name).entry_point
+        entry_point = self.offer(name)
         return in_child([entry_point], self.group.describe, limit_s=self._probe.limit_s)[entry_point]
 
     @property
@@ -228,7 +220,7 @@ class Plugins(Generic[Info]):
         """One line for each distribution whose entry points can't be read."""
         return self._installed().notes
 
-    def offer(self, name: str) -> Offer:
+    def offer(self, name: str) -> EntryPoint:
         """Return the entry point called ``name`` without loading it.
 
         Raises :class:`BackendNotFound` if there is none, and :class:`AmbiguousBackend` if there are several.
@@ -251,11 +243,11 @@ class Plugins(Generic[Info]):
         """Return the description of the named plugin. Loads only this plugin."""
         return self.describe(self.offer(name))
 
-    def usable_info(self, offer: Offer) -> Info:
+    def usable_info(self, offer: EntryPoint) -> Info:
         """Return the description of a plugin. Raises :class:`BackendLoadError` if it can't run on this machine."""
         info = self.describe(offer)
         if not info.usable:
-            failure = f"{self.group.noun} {offer.entry_point.name!r} is installed but can't run here"
+            failure = f"{self.group.noun} {offer.name!r} is installed but can't run here"
             raise BackendLoadError(sentence(failure, info.reason, info.advice))
         return info
 
@@ -265,7 +257,7 @@ class Plugins(Generic[Info]):
         results = self._manager.subset_hook_caller(hook, others)(**arguments)
         return results[0] if results else None  # pluggy omits results that are None
 
-    def create(self, offer: Offer, info: Info, *, failure: str = "", advice: str = "", **arguments: Any) -> Any:
+    def create(self, offer: EntryPoint, info: Info, *, failure: str = "", advice: str = "", **arguments: Any) -> Any:
         """Create the product of a described plugin, and adapt it to this interface version.
 
         Raises the plugin's own :class:`OutriderError`, or :class:`BackendLoadError` with the texts ``failure`` and
@@ -279,23 +271,23 @@ class Plugins(Generic[Info]):
         except (OutriderError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            failure = failure or f"plugin {offer.label}: hook {group.create} failed"
+            failure = failure or f"{label_of(offer)}: hook {group.create} failed"
             raise BackendLoadError(sentence(failure, describe_error(error), advice)) from error
         module, _, expected = group.product.rpartition(".")
         if not isinstance(product, getattr(import_module(module), expected)):
             raise PluginContractError(
-                f"plugin {offer.label}: hook {group.create} returned {type_name(product)}, expected a {expected}; the class "
+                f"{label_of(offer)}: hook {group.create} returned {type_name(product)}, expected a {expected}; the class "
                 f"must subclass {group.product}"
             )
         return product
 
-    def describe(self, offer: Offer) -> Info:
+    def describe(self, offer: EntryPoint) -> Info:
         """Load and audit one plugin, and return its description.
 
         Raises :class:`BackendLoadError` if the plugin or its hook fails, and :class:`PluginContractError` for missing hooks,
         an invalid description or an unsupported interface version.
         """
-        group, name = self.group, offer.entry_point.name
+        group, name = self.group, offer.name
         self._load(offer)
         try:
             info = self.call(group.describe, name)
@@ -303,25 +295,24 @@ class Plugins(Generic[Info]):
             raise
         except BaseException as error:
             raise BackendLoadError(
-                f"plugin {offer.label}: hook {group.describe} failed: {describe_error(error)}; the hook must be cheap and "
+                f"{label_of(offer)}: hook {group.describe} failed: {describe_error(error)}; the hook must be cheap and "
                 "must not need the vendor's package"
             ) from error
         if not isinstance(info, group.info):
             raise PluginContractError(
-                f"plugin {offer.label}: hook {group.describe} returned {type_name(info)}, expected a {group.info.__name__}"
+                f"{label_of(offer)}: hook {group.describe} returned {type_name(info)}, expected a {group.info.__name__}"
             )
         wrong = wrong_field(info, group.info)
         if wrong:
-            raise PluginContractError(f"plugin {offer.label}: hook {group.describe} says {wrong}")
+            raise PluginContractError(f"{label_of(offer)}: hook {group.describe} says {wrong}")
         if info.name != name:
             raise PluginContractError(
-                f"plugin {offer.label}: {group.describe} says name={info.name!r}, expected {name!r}, the name of its entry "
-                "point"
+                f"{label_of(offer)}: {group.describe} says name={info.name!r}, expected {name!r}, the name of its entry point"
             )
         if not info.interface_min <= group.version <= info.interface_max and info.interface_max not in group.adapters:
             side = "a newer plugin" if info.interface_max < group.version else "a newer outrider"
             raise PluginContractError(
-                f"plugin {offer.label} supports interface versions {info.interface_min} to {info.interface_max}, "
+                f"{label_of(offer)} supports interface versions {info.interface_min} to {info.interface_max}, "
                 f"this outrider has "
                 f"version {group.version}; install {side}"
             )
@@ -335,23 +326,20 @@ class Plugins(Generic[Info]):
             self._known = current
         return current
 
-    def _offers(self, name: str | None = None) -> list[Offer]:
+    def _offers(self, name: str | None = None) -> list[EntryPoint]:
         group = self.group.entry_points
         selected = [ep for ep in self._installed().entry_points if ep.group == group and name in (None, ep.name)]
         # The import path can show one distribution twice: as a source tree and as an installation.
-        unique = {
-            (offer.distribution, offer.entry_point.name, offer.entry_point.value): offer
-            for offer in map(Offer.from_entry_point, selected)
-        }
+        unique = {(distribution_of(each), each.name, each.value): each for each in selected}
         return list(unique.values())
 
     def _examine(
-        self, name: str, offers: Sequence[Offer], verdicts: Mapping[EntryPoint, ProbeVerdict], *, load: bool
+        self, name: str, offers: Sequence[EntryPoint], verdicts: Mapping[EntryPoint, ProbeVerdict], *, load: bool
     ) -> Candidate[Info]:
         candidate: Candidate[Info] = Candidate(
             name=name,
-            distribution=" and ".join(offer.distribution for offer in offers),
-            entry_point=" and ".join(offer.entry_point.value for offer in offers),
+            distribution=" and ".join(distribution_of(offer) for offer in offers),
+            entry_point=" and ".join(offer.value for offer in offers),
             status="duplicate",
             reason=self._duplicate_reason(name, offers),
             advice="uninstall one of them",
@@ -360,11 +348,11 @@ class Plugins(Generic[Info]):
             return candidate
         if not load:
             return replace(candidate, status="broken", reason="", advice="")
-        verdict = verdicts[offers[0].entry_point]
+        verdict = verdicts[offers[0]]
         candidate = replace(candidate, changes=verdict.changes)
         advice = f"repair or uninstall {candidate.distribution}"
         if verdict.harm:
-            return replace(candidate, status="broken", reason=f"plugin {offers[0].label}: {verdict.harm}", advice=advice)
+            return replace(candidate, status="broken", reason=f"{label_of(offers[0])}: {verdict.harm}", advice=advice)
         try:
             info = self.describe(offers[0])
         except BackendError as error:
@@ -373,31 +361,31 @@ class Plugins(Generic[Info]):
         reason = info.reason if info.usable else info.reason or "the plugin says that it can't run here, and not why"
         return replace(candidate, status=status, reason=reason, advice=info.advice, info=info)
 
-    def _load(self, offer: Offer) -> None:
+    def _load(self, offer: EntryPoint) -> None:
         """Import the module of one plugin, check its hooks, and register it with pluggy. Raises :class:`BackendLoadError` or
         :class:`PluginContractError`.
         """
-        name = offer.entry_point.name
+        name = offer.name
         if self._manager.has_plugin(name):
             return
         try:
-            plugin = offer.entry_point.load()
+            plugin = offer.load()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # an import can also raise SystemExit or a plugin's own BaseException
-            raise BackendLoadError(f"plugin {offer.label} can't be loaded: {describe_error(error)}") from error
+            raise BackendLoadError(f"{label_of(offer)} can't be loaded: {describe_error(error)}") from error
         try:
-            _audit(self._manager, plugin, offer.label, self.group.hooks)
+            _audit(self._manager, plugin, label_of(offer), self.group.hooks)
             self._manager.register(plugin, name=name)
         except BackendError:
             raise
         except Exception as error:  # attribute access on the plugin can raise
             raise PluginContractError(
-                f"plugin {offer.label} can't be registered: {error}; expected one module for one name"
+                f"{label_of(offer)} can't be registered: {error}; expected one module for one name"
             ) from error
 
-    def _duplicate_reason(self, name: str, offers: Sequence[Offer]) -> str:
-        return f"{' and '.join(offer.distribution for offer in offers)} both offer a {self.group.noun} named {name!r}"
+    def _duplicate_reason(self, name: str, offers: Sequence[EntryPoint]) -> str:
+        return f"{' and '.join(distribution_of(offer) for offer in offers)} both offer a {self.group.noun} named {name!r}"
 
 
 def _audit(manager: pluggy.PluginManager, plugin: object, label: str, hooks: type) -> None:
@@ -405,21 +393,21 @@ def _audit(manager: pluggy.PluginManager, plugin: object, label: str, hooks: typ
     expected = _hook_signatures(hooks)
     if inspect.isclass(plugin):
         raise PluginContractError(
-            f"plugin {label} is a class, expected a module (or an object) with the hooks {', '.join(expected)}"
+            f"{label} is a class, expected a module (or an object) with the hooks {', '.join(expected)}"
         )
     implementations = _marked_hooks(manager, plugin, label, expected)
     for hook, signature in expected.items():
         if hook not in implementations:
             undecorated = callable(getattr(plugin, hook, None))
             cause = "is there but isn't marked with @hookimpl" if undecorated else "is missing"
-            raise PluginContractError(f"plugin {label}: hook {hook!r} {cause}; expected @hookimpl def {signature}")
+            raise PluginContractError(f"{label}: hook {hook!r} {cause}; expected @hookimpl def {signature}")
         required = list(inspect.signature(getattr(hooks, hook)).parameters)[1:]
         actual = inspect.signature(implementations[hook])
         # pluggy passes arguments by name, and skips parameters with a default.
         accepted = [p.name for p in actual.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
         if sorted(accepted) != sorted(required) or len(accepted) != len(actual.parameters):
             raise PluginContractError(
-                f"plugin {label}: hook {hook!r} has the signature {hook}{actual}, expected "
+                f"{label}: hook {hook!r} has the signature {hook}{actual}, expected "
                 f"{signature}: the same argument names, without defaults"
             )
 
@@ -437,11 +425,11 @@ def _marked_hooks(manager: pluggy.PluginManager, plugin: object, label: str, exp
         if hook not in expected:
             close = get_close_matches(hook, expected, n=1)
             raise PluginContractError(
-                f"plugin {label}: {hook!r} is marked as a hook but there is none of that name; "
+                f"{label}: {hook!r} is marked as a hook but there is none of that name; "
                 f"{f'did you mean {close[0]!r}? ' if close else ''}hooks: {', '.join(expected)}"
             )
         if options.get("wrapper") or options.get("hookwrapper"):
-            raise PluginContractError(f"plugin {label}: hook {hook!r} is a wrapper, expected a plain implementation")
+            raise PluginContractError(f"{label}: hook {hook!r} is a wrapper, expected a plain implementation")
         implementations[hook] = getattr(plugin, attribute)
     return implementations
 

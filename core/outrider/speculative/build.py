@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 
@@ -16,6 +15,7 @@ from outrider.model import (
     BaseDraftHead,
     Decoder,
     DraftVocabulary,
+    HeadCheckpoint,
     LanguageModel,
     Progress,
     QuantizedMode,
@@ -28,6 +28,7 @@ from outrider.model import (
     load_eagle3,
     load_mtp,
     load_peagle,
+    open_head,
     with_output_head,
     with_vocabulary_size,
 )
@@ -69,7 +70,6 @@ class DraftOptions:
 
 
 Builder = Callable[[DraftOptions], Proposer]
-_Head = TypeVar("_Head")
 
 
 def build_proposer(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
@@ -114,8 +114,8 @@ def _draft_directory(options: DraftOptions, name: str, what: str) -> Path:
     return options.directory
 
 
-def _load_head(load: Callable[..., _Head], options: DraftOptions, name: str, what: str) -> _Head:
-    return load(
+def _open_head(options: DraftOptions, name: str, what: str) -> HeadCheckpoint:
+    return open_head(
         _draft_directory(options, name, what),
         target=options.target,
         backend=options.backend,
@@ -164,11 +164,11 @@ def _eagle_proposer(head: DraftHead, options: DraftOptions) -> Proposer:
 
 
 def _build_eagle(options: DraftOptions) -> Proposer:
-    return _eagle_proposer(_load_head(load_eagle, options, "eagle", "an EAGLE head"), options)
+    return _eagle_proposer(load_eagle(_open_head(options, "eagle", "an EAGLE head")), options)
 
 
 def _build_eagle3(options: DraftOptions) -> Proposer:
-    return _eagle_proposer(_load_head(load_eagle3, options, "eagle3", "an EAGLE-3 head"), options)
+    return _eagle_proposer(load_eagle3(_open_head(options, "eagle3", "an EAGLE-3 head")), options)
 
 
 def _build_mtp(options: DraftOptions) -> Proposer:
@@ -181,13 +181,13 @@ def _build_mtp(options: DraftOptions) -> Proposer:
 
 
 def _build_mimo_mtp(options: DraftOptions) -> Proposer:
-    heads = _load_head(load_mtp, options, "mtp", "heads of multi-token prediction")
+    heads = load_mtp(_open_head(options, "mtp", "heads of multi-token prediction"))
     _use_output_copy(heads, options)
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
 def _build_chained_mtp(options: DraftOptions) -> Proposer:
-    return _eagle_proposer(_load_head(load_chained_mtp, options, "mtp", "a head of multi-token prediction"), options)
+    return _eagle_proposer(load_chained_mtp(_open_head(options, "mtp", "a head of multi-token prediction")), options)
 
 
 def _build_draft_model(options: DraftOptions) -> Proposer:
@@ -227,14 +227,14 @@ def _require_chain(options: DraftOptions, name: str) -> None:
 
 def _build_dflash(options: DraftOptions) -> Proposer:
     _require_chain(options, "dflash")
-    head = _load_head(load_dflash, options, "dflash", "a DFlash head")
+    head = load_dflash(_open_head(options, "dflash", "a DFlash head"))
     _use_output_copy((head,), options)
     return BlockProposer(head, draft_tokens=options.draft_tokens)
 
 
 def _build_peagle(options: DraftOptions) -> Proposer:
     _require_chain(options, "peagle")
-    head = _load_head(load_peagle, options, "peagle", "a P-EAGLE head")
+    head = load_peagle(_open_head(options, "peagle", "a P-EAGLE head"))
     _use_output_copy((head,), options)
     return PEagleProposer(head, draft_tokens=options.draft_tokens)
 

@@ -12,14 +12,16 @@ CombinedProposer drafts by suffix lookup if a long enough suffix matches, and by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device import AttentionShape, Backend, ConfigError, KernelSet
-from outrider.model import LanguageModel, LayerState, RecurrentConfig
+from outrider.model import LanguageModel
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec, slots_of
 from outrider.speculative.tree import Tree
 
@@ -373,6 +375,11 @@ MIN_SUFFIX_TOKENS = 4
 """Default length of a matching suffix, in tokens, from which the lookup drafts."""
 
 
+def _of_other(name: str) -> Any:
+    """Return the property of a :class:`CombinedProposer` that has the value of the other proposer's property ``name``."""
+    return property(attrgetter(f"_other.{name}"))
+
+
 class CombinedProposer(Proposer):
     """A chain of K tokens per request: from ``lookup`` if it matches a suffix of at least ``least`` tokens, else from
     ``other``.
@@ -382,6 +389,17 @@ class CombinedProposer(Proposer):
     """
 
     extends = True
+    depth = _of_other("depth")
+    max_context = _of_other("max_context")
+    aux_hidden_state_layers = _of_other("aux_hidden_state_layers")
+    reads_hidden = _of_other("reads_hidden")
+    relay = _of_other("relay")
+    host_lengths = _of_other("host_lengths")
+    host_widths = _of_other("host_widths")
+    recurrent = _of_other("recurrent")
+    states = _of_other("states")
+    state_bytes = _of_other("state_bytes")
+    request_bytes = _of_other("request_bytes")
 
     def __init__(self, lookup: SuffixProposer, other: Proposer, *, least: int = MIN_SUFFIX_TOKENS) -> None:
         if other.is_tree or not other.nodes:
@@ -408,53 +426,18 @@ class CombinedProposer(Proposer):
         return self._lookup, self._other
 
     @property
-    def depth(self) -> int:
-        """K, the number of drafted tokens."""
-        return self._other.depth
-
-    @property
     def slots(self) -> int:
         """Number of slots that an iteration writes: the larger of the lookup's and the other proposer's."""
         return max(self._lookup.slots, self._other.slots)
-
-    @property
-    def max_context(self) -> int | None:
-        """The context limit in tokens of the other proposer, or None if it has none."""
-        return self._other.max_context
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """The target's layers that the other proposer reads."""
-        return self._other.aux_hidden_state_layers
-
-    @property
-    def reads_hidden(self) -> bool:
-        """True if the other proposer reads the target's hidden states."""
-        return self._other.reads_hidden
-
-    @property
-    def relay(self) -> tuple[RelaySpec, ...]:
-        """The tensors that the other proposer relays; the lookup relays none."""
-        return self._other.relay
 
     @property
     def lookahead(self) -> int:
         """The larger of the lookup's and the other proposer's lookahead."""
         return max(self._lookup.lookahead, self._other.lookahead)
 
-    @property
-    def host_lengths(self) -> Mapping[str, int] | None:
-        """The host parameters of the other proposer's attention lengths, or None; the lookup has no attention."""
-        return self._other.host_lengths
-
     def host_lengths_of(self, count: int) -> Mapping[str, int] | None:
         """Return the host lengths of the other proposer for a draft of ``count`` tokens, or None if it has none."""
         return self._other.host_lengths_of(count)
-
-    @property
-    def host_widths(self) -> Mapping[str, int]:
-        """Host parameters of the other proposer's passes whose length is at least their number of tokens."""
-        return self._other.host_widths
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         """Return the number of tokens of each prompt pass of the other proposer; the lookup makes none."""
@@ -473,26 +456,6 @@ class CombinedProposer(Proposer):
     def token_bytes(self) -> int:
         """Bytes of one token in the caches of both proposers."""
         return self._lookup.token_bytes + self._other.token_bytes
-
-    @property
-    def recurrent(self) -> RecurrentConfig | None:
-        """The recurrent layers of the other proposer; the lookup has none."""
-        return self._other.recurrent
-
-    @property
-    def states(self) -> tuple[LayerState, ...]:
-        """The states of the other proposer."""
-        return self._other.states
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one row of the other proposer's states."""
-        return self._other.state_bytes
-
-    @property
-    def request_bytes(self) -> int:
-        """Bytes that the other proposer holds for each request."""
-        return self._other.request_bytes
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the caches of both proposers with the target's page numbers."""

@@ -525,23 +525,15 @@ class CachedProposer(Proposer):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers of the proposer."""
-        config, layers = self._config, len(self._config.attention_layers)
-        return KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=self._dtype)
+        return KVCache.page_bytes(self._config, page_size=1, dtype=self._dtype)
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the key and value tensors of each layer of the proposer, in pages with the target's page numbers."""
-        config = self._config
         self._page_size = page_size
         # The number of pages doesn't limit the batch: captured and measured batches are padded.
         self._query_start = torch.arange(MAX_BATCH_REQUESTS + 1, dtype=torch.int32, device=backend.device)
         self._cache = KVCache.allocate(
-            len(config.attention_layers),
-            config.num_kv_heads,
-            config.head_size,
-            pages=pages,
-            page_size=page_size,
-            dtype=self._dtype,
-            device=backend.device,
+            self._config, pages=pages, page_size=page_size, dtype=self._dtype, device=backend.device
         )
 
     def next_positions(self, kernels: KernelSet, inputs: DraftInputs, *, count: int) -> DraftPositions:

@@ -19,9 +19,7 @@ REASONS: dict[str, str] = {
     "_build_scheduler: change a sign: proposer.nodes + 1": "a default: tests/engine/test_mixed_batches.py reads it",
     "_build_scheduler: min and max: min(config.prefill_chunk": "a default: tests/engine/test_mixed_batches.py reads it",
     "Loop._handle_oldest: one more: 1 → 2": "what a policy is told: tests/engine/test_draft_length.py",
-    "AttentionPlans.plan: turn a comparison: what is AttentionBatchKind.PREFILL": (
-        "kernels that plan: tests/engine/test_host_plans.py"
-    ),
+    "AttentionPlans.plan: turn a comparison: what == 'prefill'": "kernels that plan: tests/engine/test_host_plans.py",
     "AttentionPlans.plan: one more: 0 → 1": "equivalent: another key, which is nobody's",
     "_Decisions.decide_sizes: leave out: self.add('prefill_chunk'": "a choice of sizes: tests/engine/test_resolve.py",
     "measure_captures: negate: limited": "a report: tests/engine/test_prefill_graphs.py reads it",
@@ -47,7 +45,7 @@ REASONS: dict[str, str] = {
     "Scheduler._grow: leave an operand out: not self._can_decode(request)": "pages taken in vain: tests/engine/test_pages.py",
     "Scheduler.max_pages: change a sign": "what is refused: tests/engine/test_pages.py",
     "NgramProposer.__init__: one more: 0 → 1 (3)": "equivalent: the engine allocates before anything reads it",
-    "_pack_prefill: one more: 0 → 1 (7)": "equivalent: the proposer that reads it takes no padding",
+    "pack_prefill: one more: 0 → 1 (7)": "equivalent: the proposer that reads it takes no padding",
     "Results._read_logprobs: change a flag: True → False": "equivalent: both are made from the same chunks",
     "EngineConfig.__post_init__: leave out: _check_int": "what is refused: tests/engine/test_requests.py",
     "Admission.check: leave out: _check_pages": "what is refused: tests/engine/test_requests.py",

@@ -6,7 +6,7 @@ import torch
 
 from engine.test_vision_requests import GREEDY, Checkpoint
 from outrider import Engine
-from outrider.model import load_decoder, load_eagle, load_vision
+from outrider.model import load_decoder, load_eagle, load_vision, open_head
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.lookup import NgramProposer
 from outrider_cpu.backend import CpuBackend
@@ -26,7 +26,7 @@ def ngrams(target, checkpoint, backend):
 
 
 def eagle(target, checkpoint, backend):
-    head = load_eagle(checkpoint.directory / "eagle", target=target, backend=backend, dtype=torch.float32)
+    head = load_eagle(open_head(checkpoint.directory / "eagle", target=target, backend=backend, dtype=torch.float32))
     return EagleProposer(head, draft_tokens=3)
 
 

@@ -10,7 +10,7 @@ from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import Observer
 from outrider.device.kernels.reference import bookkeeping, shaping
 from outrider.device.kernels.reference import model as reference
-from outrider.model import load_decoder, load_mtp, load_vision
+from outrider.model import load_decoder, load_mtp, load_vision, open_head
 from outrider.speculative.mtp import MtpProposer
 from outrider_cpu.backend import CpuBackend
 from tiny_checkpoints import write_mtp
@@ -78,7 +78,7 @@ def media(checkpoint, heads):
     def run(backend):
         target = load_decoder(checkpoint.directory, backend=backend, dtype=torch.float32)
         tower = load_vision(checkpoint.directory, backend=backend, dtype=torch.float32)
-        own = load_mtp(heads, target=target, backend=backend, dtype=torch.float32)
+        own = load_mtp(open_head(heads, target=target, backend=backend, dtype=torch.float32))
         config = EngineConfig(page_size=128, max_context=256, overlap=True, max_requests=2, dtype="float32")
         engine = Engine(target, backend, proposer=MtpProposer(own), config=config, vision=tower)
         prompts = [checkpoint.prompts[name] for name in ("image", "video")]

@@ -6,6 +6,7 @@ The first rank publishes its decisions. Follower ranks read them and check that 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,11 @@ from outrider.engine.ranks.records import (
     RankAct,
     RanksDiffer,
     RanksFailed,
+    decode,
     decode_call,
+    encode,
     encode_call,
+    wait_for_key,
 )
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftLengthPolicy, RequestAcceptance
@@ -105,13 +109,19 @@ class DecisionLog:
         """Publish the last record on the leading rank, so that followers end. Further calls do nothing."""
 
 
+_RECORD_POLL_S = 300.0
+_VOTE_TIMEOUT_S, _VOTE_POLL_S = 120.0, 5.0
+_MAX_STORED_RECORDS = 256
+"""Number of newest records that stay in the store. No rank lags further, because each iteration has collectives."""
 FROM_OTHER_RANKS = "the request comes from an engine of other ranks, or was taken over already: it goes on where its state is"
 
 
 class RankedDecisionLog(DecisionLog):
     """The decision log of one engine of several ranks.
 
-    The leading rank publishes each decision before its effect. A follower rank reads the published decisions.
+    The leading rank publishes each decision before its effect, as a numbered record in the ranks' store. A follower rank
+    reads each record once, in order. A process that can write to the store controls what the ranks compute, so the store must
+    be reachable from the ranks only.
     """
 
     can_repeat = False  # the other ranks go on, or wait inside the work
@@ -121,7 +131,8 @@ class RankedDecisionLog(DecisionLog):
         self.leads = ranks.leads
         self.groups, self.own_group = ranks.config.data, ranks.data_rank
         self.has_page_parts = ranks.config.tensor > 1
-        self._log = ranks.new_log()
+        self._store, self._name = ranks.store, ranks.new_log_name()
+        self._num_records = 0
         self._calls: list[str] = []
         self._record: DecisionRecord | None = None
         self._vote_requests = 0
@@ -160,7 +171,7 @@ class RankedDecisionLog(DecisionLog):
         if self.leads:
             published = decisions if then is None else {**(decisions or {}), **then()}
             if not self.has_ended:
-                self._log.publish(DecisionRecord(tuple(self._calls), name, published))
+                self._publish(DecisionRecord(tuple(self._calls), name, published))
                 self._calls.clear()
             self._pass_to_groups(published)
             return
@@ -218,12 +229,11 @@ class RankedDecisionLog(DecisionLog):
         number, self._vote_requests = self._vote_requests, self._vote_requests + 1
         self.append_call("vote", number, said)
         self.publish_or_check("go on")
-        followers = range(1, self.ranks.config.world)
-        return tuple(self._log.wait_for_vote(number, rank, lambda: self.ranks.key_value_store.failure) for rank in followers)
+        return tuple(self._wait_for_vote(number, rank) for rank in range(1, self.ranks.config.world))
 
     def publish_vote(self, number: int, said: str) -> None:
         """Publish this follower rank's vote for request ``number``."""
-        self._log.publish_vote(number, self.ranks.rank, said)
+        self._store.set(self._vote_key(number, self.ranks.rank), said)
 
     def end_followers(self) -> None:
         """Publish the last record on the leading rank, so that followers end. Further calls do nothing."""
@@ -233,9 +243,18 @@ class RankedDecisionLog(DecisionLog):
         self.has_ended = True
 
     def next(self) -> DecisionRecord:
-        """Wait for the next decision record of the first rank, on a follower rank, and return it."""
-        self._record = self._log.next()
-        return self._record
+        """Wait for the next decision record of the first rank, on a follower rank, and return it. There is no time limit: if
+        the first rank is lost, :class:`~outrider.engine.ranks.heartbeats.RankWatch` ends this process.
+
+        Raises :class:`~outrider.engine.ranks.records.RecordError` for an invalid record.
+        """
+        key = self._record_key(self._num_records)
+        while not wait_for_key(self._store, key, _RECORD_POLL_S):
+            pass
+        self._num_records += 1
+        record: DecisionRecord = decode(self._store.get(key), DecisionRecord)
+        self._record = record
+        return record
 
     @property
     def calls(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -251,6 +270,32 @@ class RankedDecisionLog(DecisionLog):
         decisions = (None if self._record is None else self._record.decisions) or {}
         drafted, lengths = decisions.get("drafted"), decisions.get("draft_lengths")
         return drafted if isinstance(drafted, int) else None, lengths if isinstance(lengths, tuple) else ()
+
+    def _publish(self, record: DecisionRecord) -> None:
+        """Write the next record and delete the oldest stored one."""
+        self._store.set(self._record_key(self._num_records), encode(record, DecisionRecord))
+        self._num_records += 1
+        if self._num_records > _MAX_STORED_RECORDS:
+            self._store.delete_key(self._record_key(self._num_records - _MAX_STORED_RECORDS - 1))
+
+    def _wait_for_vote(self, number: int, rank: int) -> str:
+        """Return the vote of ``rank`` for request ``number``. Raises :class:`RanksFailed` after 120 s, or once a rank has
+        failed.
+        """
+        key, until = self._vote_key(number, rank), time.monotonic() + _VOTE_TIMEOUT_S
+        while not wait_for_key(self._store, key, _VOTE_POLL_S):
+            reason = self.ranks.key_value_store.failure
+            if reason is not None or time.monotonic() > until:
+                raise RanksFailed(reason or f"rank {rank} didn't answer within {_VOTE_TIMEOUT_S:g} s")
+        vote: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return vote.decode()
+
+    def _record_key(self, number: int) -> str:
+        return f"{self._name}/record/{number}"
+
+    def _vote_key(self, number: int, rank: int) -> str:
+        return f"{self._name}/answer/{number}/{rank}"
 
     def _pass_to_groups(self, decisions: Decisions | None) -> None:
         for name, value in (decisions or {}).items():

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,23 +113,6 @@ def is_stopped_here(name: str) -> bool:
     """Return True if ``name`` (:func:`process_name`) is a process of this host and a signal has stopped it."""
     host, _, number = name.rpartition("/")
     return bool(host) and host == process_name().rpartition("/")[0] and is_stopped(int(number))
-
-
-class StopDetector:
-    """Finds a process that stays stopped. It counts checks, since a watcher may have been stopped together with it."""
-
-    def __init__(self, checks: int) -> None:
-        """Create a detector that reports a process after ``checks`` checks in a row have found it stopped."""
-        self._checks = checks
-        self._found: dict[int, int] = {}
-
-    def find(self, processes: Iterable[int]) -> int | None:
-        """Check the processes with these numbers. Return the position of one that stays stopped, or None."""
-        for position, process in enumerate(processes):
-            self._found[position] = self._found.get(position, 0) + 1 if is_stopped(process) else 0
-            if self._found[position] >= self._checks:
-                return position
-        return None
 
 
 _HEARTBEAT_PERIOD_S = 0.4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Backend, ConfigError
-from outrider.engine.ranks.heartbeats import Heartbeat, KeyValueStore, RankWatch, StopDetector, is_stopped
+from outrider.engine.ranks.heartbeats import Heartbeat, KeyValueStore, RankWatch, is_stopped
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.registry import Registry
 from outrider.registry.backends import BackendSpec
@@ -39,7 +40,9 @@ class ChildRanks:
         """
         self.processes: list[subprocess.Popen[bytes]] = []
         self._first = first
-        self._stop_detector = StopDetector(stopped_checks)
+        self._stopped_checks = stopped_checks
+        self._found_stopped: Counter[int] = Counter()
+        """Checks in a row that found a rank's process stopped. A time would count the stops of this process too."""
 
     def find_lost(self) -> tuple[int, str] | None:
         """Return a rank whose process has failed or stays stopped, with a message; None while there is none."""
@@ -48,10 +51,11 @@ class ChildRanks:
             if code:
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 return rank, f"rank {rank} {how}"
-        stopped = self._stop_detector.find(process.pid for process in self.processes)
-        if stopped is None:
-            return None
-        return stopped + self._first, f"rank {stopped + self._first} hangs: a signal has stopped its process"
+        for rank, process in enumerate(self.processes, self._first):
+            self._found_stopped[rank] = self._found_stopped[rank] + 1 if is_stopped(process.pid) else 0
+            if self._found_stopped[rank] >= self._stopped_checks:
+                return rank, f"rank {rank} hangs: a signal has stopped its process"
+        return None
 
     def kill(self) -> None:
         """Kill the processes that still run."""

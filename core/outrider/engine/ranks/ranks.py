@@ -27,7 +27,7 @@ from outrider.device import (
 )
 from outrider.engine.config import Choice, DecidedConfig
 from outrider.engine.ranks.heartbeats import STORE_LOST, Heartbeat, KeyValueStore, process_name
-from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, decode, encode, wait_for_key
+from outrider.engine.ranks.records import RanksDiffer, RanksFailed, decode, encode, wait_for_key
 from outrider.engine.requests.hand_over import HandOver
 from outrider.errors import shown
 from outrider.model import LanguageModel, ModelRanks, Shard, Shards
@@ -108,7 +108,7 @@ class Ranks:
     """The rank of this process, and its connections to the other ranks.
 
     The first rank *leads*: its engine accepts requests and makes all decisions. Follower ranks repeat the decisions of the
-    decision log (:class:`RecordLog`). Their decisions never depend on clocks, free memory or arrival times.
+    decision log. Their decisions never depend on clocks, free memory or arrival times.
     """
 
     def __init__(
@@ -175,9 +175,9 @@ class Ranks:
         for group in self.groups:
             group.decide(name, value)
 
-    def new_log(self) -> RecordLog:
-        """Return the record log of the next engine. Every rank creates its engines in the same order."""
-        return RecordLog(self.store, f"{self.name}/engine/{next(self._engines)}")
+    def new_log_name(self) -> str:
+        """Return the store's name of the next engine's decision log. Every rank creates its engines in the same order."""
+        return f"{self.name}/engine/{next(self._engines)}"
 
     def exchange(self, what: str, value: Any, kind: Any) -> list[Any]:
         """Return the ``value`` of every rank, of type ``kind``, in rank order.

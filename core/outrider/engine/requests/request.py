@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from torch import Tensor
 
@@ -402,6 +403,19 @@ class Request:
         text = stop_text.pop_certain_text()
         self.text.append(text)
         return text
+
+    def state_fields(self) -> dict[str, Any]:
+        """Return the fields of the request's :class:`~outrider.engine.requests.hand_over.RequestState`, by name."""
+        return {
+            "prompt": self.prompt,
+            "params": self.params,
+            "output": tuple(self.output),
+            "priority": self.priority,
+            "media": self.media.media if self.media is not None else (),
+            "logprobs": tuple(self.logprobs),
+            "iterations": self.iterations,
+            "verified_tokens": self.verified_tokens,
+        }
 
     def completion(self) -> Completion:
         """Return the result of a finished request."""

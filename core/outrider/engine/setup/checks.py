@@ -100,9 +100,7 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
             f"{MAX_SLOTS}: lower num_pages, max_requests or max_context"
         )
     shape = model.config
-    page = KVCache.page_bytes(
-        len(shape.attention_layers), shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
-    )
+    page = KVCache.page_bytes(shape, page_size=config.page_size, dtype=model.cache_dtype)
     memory = find_cache_memory(backend)
     if memory is None:
         return

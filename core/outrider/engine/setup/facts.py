@@ -110,8 +110,7 @@ def collect_facts(
     memory = find_cache_memory(backend)
     if memory is not None:
         memory = replace(memory, free=memory.free - unloaded_bytes)
-    layers = len(config.attention_layers)
-    kept = KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
+    kept = KVCache.page_bytes(config, page_size=1, dtype=model.cache_dtype)
     inner = _INNER_ROWS * config.inner_width
     if config.recurrent is not None:
         inner = max(inner, config.recurrent.prompt_values)

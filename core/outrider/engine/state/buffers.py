@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ class BufferSpec:
 
 GROUPS = INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
 """Groups of buffers, the first part of their names. The classes below document the writing stream of each group."""
+_RELAY = "inputs.relay."
+_OPTIONAL = ("inputs.mrope_position_deltas", "draft.probs", "verify.mask", "outputs.path")
+"""Buffers that are None for some models and proposers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,78 +308,49 @@ class StaticBuffers:
 
     def _view(self, count: int, drafted: int) -> BufferViews:
         specs = self._layouts[drafted]
+        found: dict[str, Any] = dict.fromkeys(_OPTIONAL)
+        found |= {name: self.rows(name, 0, count, drafted=drafted) for name in specs}
 
-        def get(name: str) -> Tensor:
-            return self.rows(name, 0, count, drafted=drafted)
+        def record(kind: Any, group: str, **others: Any) -> Any:
+            """Return the record of ``group``: each field is the buffer of its name, unless ``others`` has it."""
+            names = {each.name for each in fields(kind)} - others.keys()
+            return kind(**others, **{name: found[f"{group}.{name}"] for name in names})
 
-        def get_or_none(name: str) -> Tensor | None:
-            return get(name) if name in specs else None
+        def rope_positions(group: str) -> Tensor:
+            """Return the rope positions of ``group``, which are its positions if the model's positions have one axis."""
+            positions: Tensor = found.get(f"{group}.rope_positions", found[f"{group}.positions"])
+            return positions
 
-        def get_all(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): get(name) for name in specs if name.startswith(prefix)}
+        def query_start(name: str) -> Tensor:
+            return self._query_starts[specs[name].per][: count + 1]
 
-        mask = get_or_none("draft.mask")
-        path = None
-        if mask is not None:
-            positions = get("extend.positions")
-            path = PathInputs(
-                gather=get("extend.gather"),
-                positions=positions,
-                rope_positions=get("extend.rope_positions") if "extend.rope_positions" in specs else positions,
-                slots=get("extend.slots"),
-                seq_lens=get("extend.seq_lens"),
-                sources=get("extend.sources"),
-                destinations=get("extend.destinations"),
-                query_start=self._query_starts[specs["extend.tokens"].per][: count + 1],
-            )
-        positions = get("verify.positions")
-        has_axes = "verify.rope_positions" in specs
-        hidden, states = get("outputs.hidden"), get_or_none("outputs.aux_hidden_states")
+        relay = {name.removeprefix(_RELAY): each for name, each in found.items() if name.startswith(_RELAY)}
+        biases = tuple(found[f"inputs.bias_{name}"] for name in ("tokens", "values", "until"))
+        tree, path = None, None
+        if "draft.mask" in specs:
+            tree = record(Tree, DRAFT)
+            starts = query_start("extend.tokens")
+            path = record(PathInputs, EXTEND, rope_positions=rope_positions(EXTEND), query_start=starts)
+        states = found.get("outputs.aux_hidden_states")
         return BufferViews(
             count=count,
-            inputs=DecodeInputs(
-                rows=get("inputs.rows"),
-                seq_lens=get("inputs.seq_lens"),
-                last_tokens=get("inputs.last_tokens"),
-                draft_lengths=get("inputs.draft_lengths"),
-                seeds=get("inputs.seeds"),
-                temperature=get("inputs.temperature"),
-                tables=get("inputs.tables"),
-                mrope_position_deltas=get_or_none("inputs.mrope_position_deltas"),
-                relay=get_all("inputs.relay."),
-                numbers=get("inputs.numbers"),
-                shares=get("inputs.shares"),
-                biases=(get("inputs.bias_tokens"), get("inputs.bias_values"), get("inputs.bias_until")),
+            inputs=record(DecodeInputs, INPUTS, relay=relay, biases=biases),
+            draft=record(Draft, DRAFT, tree=tree),
+            verify=record(
+                VerifyInputs,
+                VERIFY,
+                tokens=found.get("verify.tokens", found["inputs.last_tokens"]),
+                rope_positions=rope_positions(VERIFY),
+                static_rope_positions=found.get("verify.static_rope_positions", found["verify.positions"]),
+                query_start=query_start("verify.positions"),
             ),
-            draft=Draft(
-                tokens=get("draft.tokens"),
-                probs=get_or_none("draft.probs"),
-                tree=None if mask is None else Tree(get("draft.parents"), get("draft.depths"), mask),
+            extend=record(
+                ExtendPlan, EXTEND, continues=self._continues[:count], starts=self._query_starts[1][: count + 1], path=path
             ),
-            verify=VerifyInputs(
-                tokens=get("verify.tokens" if "verify.tokens" in specs else "inputs.last_tokens"),
-                positions=positions,
-                rope_positions=get("verify.rope_positions") if has_axes else positions,
-                static_rope_positions=get("verify.static_rope_positions") if has_axes else positions,
-                slots=get("verify.slots"),
-                seq_lens=get("verify.seq_lens"),
-                mask=get_or_none("verify.mask"),
-                query_start=self._query_starts[specs["verify.positions"].per][: count + 1],
-            ),
-            extend=ExtendPlan(
-                tokens=get("extend.tokens"),
-                last=get("extend.last"),
-                next_positions=get("extend.next_positions"),
-                continues=self._continues[:count],
-                starts=self._query_starts[1][: count + 1],
-                path=path,
-            ),
-            outputs=VerifyOutputs(
-                hidden=hidden,
-                aux_hidden_states=() if states is None else SideBySide(states, hidden.shape[-1]),
-                tokens=get("outputs.tokens"),
-                path=get_or_none("outputs.path"),
-                accepted=get("outputs.accepted"),
+            outputs=record(
+                VerifyOutputs,
+                OUTPUTS,
+                aux_hidden_states=() if states is None else SideBySide(states, found["outputs.hidden"].shape[-1]),
             ),
         )
 

@@ -12,8 +12,8 @@ from outrider.engine.state.buffers import StaticBuffers, step_buffers
 from outrider.engine.state.options import Masks, OptionTable
 from outrider.engine.state.plans import AttentionPlans
 from outrider.engine.state.results import HostCopyRing, Probes, Results
-from outrider.engine.state.rows import FutureMap, RowTable, StateTransfer
-from outrider.engine.state.staging import InputUpload, Staging, staging_capacity
+from outrider.engine.state.rows import FutureMap, RowTable
+from outrider.engine.state.staging import Staging, staging_capacity
 from outrider.model import KVCache, LanguageModel, LayerState, VisionTower
 from outrider.speculative.proposer import Proposer
 
@@ -80,28 +80,6 @@ class EngineParts:
         transfers = min(requests, _MAX_TRANSFERS)
         self.fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)
         self.attention = AttentionPlans(model, proposer, page_size=page_size)
-        self.input_upload = InputUpload(
-            staging=self.staging,
-            rows=self.rows,
-            options=self.options,
-            future=self.future,
-            states=self.states,
-            cache=self.cache,
-            model=model,
-            page_size=page_size,
-            draft_lengths=bool(widths),
-        )
-        self.transfer = StateTransfer(
-            backend,
-            streams.forward,
-            model,
-            proposer,
-            cache=self.cache,
-            rows=self.rows,
-            future=self.future,
-            fences=self.fences,
-            group=0 if data is None else data.rank,
-        )
 
     def _allocate_cache(self) -> KVCache:
         """Allocate the KV pages and recurrent states of the target."""

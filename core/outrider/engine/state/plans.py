@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from typing import Literal
 
 from torch import Tensor
 
@@ -57,15 +57,10 @@ class PlanAtJoin:
             self.verify.copy_rope_positions_for_graph()
 
 
-class AttentionBatchKind(StrEnum):
-    """The kinds of batches that have attention plans."""
-
-    VERIFY = "verify"
-    """The verify stage, and for chains draft-extend over the same tokens."""
-    PATH = "path"
-    """Draft-extend over the accepted path of a tree."""
-    PREFILL = "prefill"
-    """Prefill chunks."""
+AttentionBatchKind = Literal["verify", "path", "prefill"]
+"""The kinds of batches that have attention plans: the verify stage, and for chains draft-extend over the same tokens;
+draft-extend over the accepted path of a tree; prefill chunks.
+"""
 
 
 class AttentionPlans:
@@ -83,9 +78,9 @@ class AttentionPlans:
         both = tuple(dict.fromkeys((*target, *draft)))
         # Draft-extend processes the accepted path of a tree, but the whole verified chain.
         self._shapes = {
-            AttentionBatchKind.VERIFY: target if proposer.is_tree else both,
-            AttentionBatchKind.PATH: draft,
-            AttentionBatchKind.PREFILL: both,
+            "verify": target if proposer.is_tree else both,
+            "path": draft,
+            "prefill": both,
         }
         self._plans: dict[tuple[AttentionBatchKind, int, int], object | None] = {}
 
@@ -102,11 +97,11 @@ class AttentionPlans:
         ``seq_lens_host`` plus ``ahead`` must equal ``attention.seq_lens``, including padding; required if
         :attr:`plans_on_host`.
         """
-        key = (what, 0, 0) if what is AttentionBatchKind.PREFILL else (what, attention.seq_lens.shape[0], attention.max_query)
+        key = (what, 0, 0) if what == "prefill" else (what, attention.seq_lens.shape[0], attention.max_query)
         batch = replace(attention, shapes=self._shapes[what], plan=self._plans.get(key))
         if self.plans_on_host:
             assert seq_lens_host is not None
-            batch = replace(batch, seq_lens_host=HostParam(what.value, seq_lens_host.lengths_after(ahead)))
+            batch = replace(batch, seq_lens_host=HostParam(what, seq_lens_host.lengths_after(ahead)))
         planned = self._kernels.plan_attention(batch, stream=stream)
         self._plans[key] = planned.plan
         return replace(planned, seq_lens_host=attention.seq_lens_host)

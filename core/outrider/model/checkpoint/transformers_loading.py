@@ -240,15 +240,8 @@ def _compare_with_unpaged(directory: Path, decoder: TransformersDecoder, model: 
     prompts = _prompts(config)
     model.set_attn_implementation(ATTENTION)
     span = -(-max(_PROBE_LENGTHS) // _PROBE_PAGE_SIZE)
-    cache = KVCache.allocate(
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_size,
-        pages=1 + len(prompts) * span,
-        page_size=_PROBE_PAGE_SIZE,
-        dtype=decoder.dtype,
-        device=device,
-    )
+    pages = 1 + len(prompts) * span
+    cache = KVCache.allocate(config, pages=pages, page_size=_PROBE_PAGE_SIZE, dtype=decoder.dtype, device=device)
     half = [length // 2 for length in _PROBE_LENGTHS]
     for begin, end in (([0] * len(half), half), (half, list(_PROBE_LENGTHS))):
         inputs = _ragged_input(prompts, begin, end, span, device)

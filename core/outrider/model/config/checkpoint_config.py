@@ -18,6 +18,7 @@ from outrider.model.config.config_fields import MAX_CONTEXT, config_fields, is_w
 from outrider.model.config.layer_configs import (
     HYBRID_FAMILIES,
     REFUSED,
+    RUN_THROUGH_TRANSFORMERS,
     layer_windows,
     mixtral,
     one_window,
@@ -109,8 +110,8 @@ def _family(raw: Mapping[str, Any]) -> str:
         return f"{known}_text" if is_text else known
     reason = REFUSED.get(family) if isinstance(family, str) else None
     if reason is not None:
-        kind = _NotNativeError if reason.elsewhere else ConfigError
-        raise kind(f"model_type is {shown(family)}, which isn't supported: {reason.why}")
+        kind = _NotNativeError if family in RUN_THROUGH_TRANSFORMERS else ConfigError
+        raise kind(f"model_type is {shown(family)}, which isn't supported: {reason}")
     raise _NotNativeError(
         f"model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't supported; supported "
         f"are {', '.join(supported_families())}"

@@ -6,7 +6,7 @@ Hybrid models alternate recurrent layers with a gated delta rule and layers with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,26 +16,6 @@ from outrider.device import ConfigError
 from outrider.errors import shown
 from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig
 
-
-@dataclass(frozen=True, slots=True)
-class UnsupportedFamily:
-    """The reason why a model family is not supported."""
-
-    why: str
-    elsewhere: bool = False
-    """True if the transformers fallback may run the family."""
-
-
-_LATENT_ATTENTION = UnsupportedFamily(
-    "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
-    "run through transformers here either"
-)
-_GROUPING = UnsupportedFamily(
-    "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here", elsewhere=True
-)
-_SINKS = UnsupportedFamily(
-    "its attention has sinks and its experts have biases and a clamped activation, which aren't done here"
-)
 _LATENT_FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
@@ -46,13 +26,19 @@ _LATENT_FAMILIES = (
     "glm4_moe_lite",
     "glm_moe_dsa",
 )
-_GROUPED_FAMILIES = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
-REFUSED: Mapping[str, UnsupportedFamily] = MappingProxyType(
+RUN_THROUGH_TRANSFORMERS = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
+"""Families of :data:`REFUSED` that the transformers fallback may run."""
+_LATENT_ATTENTION = (
+    "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
+    "run through transformers here either"
+)
+_GROUPING = "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here"
+REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
-        **dict.fromkeys(_GROUPED_FAMILIES, _GROUPING),
-        "gpt_oss": _SINKS,
-        "qwen4_exp": UnsupportedFamily("its layers aren't those of Qwen3.5, and they aren't done here"),
+        **dict.fromkeys(RUN_THROUGH_TRANSFORMERS, _GROUPING),
+        "gpt_oss": "its attention has sinks and its experts have biases and a clamped activation, which aren't done here",
+        "qwen4_exp": "its layers aren't those of Qwen3.5, and they aren't done here",
     }
 )
 """Unsupported mixture-of-experts families with the reasons."""

@@ -22,7 +22,7 @@ from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint, loads_head
+from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
@@ -141,13 +141,12 @@ the head reads.
 """
 
 
-@loads_head
 def load_dflash(checkpoint: HeadCheckpoint) -> DFlashHead:
     """Load a DFlash head.
 
     The config is a Qwen3 config with ``block_size`` and ``dflash_config``, or the envelope of the library speculators. The
     tensors are ``fc``, ``hidden_norm``, ``layers.i`` and ``norm``; embedding and output head are the target's unless the head
-    has ``embed_tokens`` or ``lm_head``, the latter over a draft vocabulary with ``d2t``. Arguments and errors follow
+    has ``embed_tokens`` or ``lm_head``, the latter over a draft vocabulary with ``d2t``. Errors follow
     :func:`load_eagle`. A :class:`CheckpointError` names each unsupported feature: positions that predict the next token
     (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters. Raises :class:`CheckpointError`
     for a config of another kind of head.

@@ -32,7 +32,7 @@ from outrider.model.heads.eagle import (
     PEagleHead,
     fuse,
 )
-from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint, loads_head
+from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import Shards
 
@@ -261,11 +261,10 @@ def eagle3_weights(
     )
 
 
-@loads_head
 def load_eagle(checkpoint: HeadCheckpoint) -> EagleHead:
     """Load an EAGLE head in its published format.
 
-    Arguments and errors follow :func:`load_decoder`. A head with another hidden size, vocabulary or dtype than the target's
+    Errors follow :func:`load_decoder`. A head with another hidden size, vocabulary or dtype than the target's
     raises :class:`CheckpointError`.
     """
     config = checkpoint.layer_config("layers.0")
@@ -277,12 +276,11 @@ def load_eagle(checkpoint: HeadCheckpoint) -> EagleHead:
         return EagleHead(local, record, checkpoint.target, head=weights.get("head"))
 
 
-@loads_head
 def load_eagle3(checkpoint: HeadCheckpoint) -> Eagle3Head:
     """Load an EAGLE-3 or EAGLE-3.1 head in its published formats.
 
     The head reads the target layers that its config lists; the default is the published choice, the inputs of layers 2, n / 2
-    and n - 3. :func:`read_eagle3_options` documents the other options. Arguments and errors follow :func:`load_eagle`; a
+    and n - 3. :func:`read_eagle3_options` documents the other options. Errors follow :func:`load_eagle`; a
     draft vocabulary with tokens outside the target's also raises :class:`CheckpointError`.
     """
     config, options = _read_eagle3_config(checkpoint, parallel=False)
@@ -297,12 +295,11 @@ def load_eagle3(checkpoint: HeadCheckpoint) -> Eagle3Head:
         )
 
 
-@loads_head
 def load_peagle(checkpoint: HeadCheckpoint) -> PEagleHead:
     """Load a P-EAGLE head.
 
     The checkpoint is an EAGLE-3 head with the tensor ``mask_hidden`` ([1, 1, 3 Ht], [1, 3 Ht] or [3 Ht]). The config names
-    the mask token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``. Arguments and errors follow :func:`load_eagle3`.
+    the mask token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``. Errors follow :func:`load_eagle3`.
     A mask token that is missing, contradictory or outside the vocabulary raises :class:`CheckpointError`, and so does
     ``parallel_drafting`` false.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
-
-_HeadT = TypeVar("_HeadT", covariant=True)
 
 ENVELOPE = "transformer_layer_config"
 """Key of a head's layer config in the format of the library speculators."""
@@ -203,43 +201,23 @@ class HeadCheckpoint:
         return isinstance(head, Tensor) and isinstance(other, Tensor) and torch.equal(head, other)
 
 
-class HeadLoader(Protocol[_HeadT]):
-    """A function that loads one kind of head."""
-
-    def __call__(
-        self,
-        directory: str | Path,
-        *,
-        target: LanguageModel,
-        backend: Backend,
-        dtype: torch.dtype,
-        progress: Progress | None = None,
-        quantized: QuantizedMode = QuantizedMode.KERNELS,
-        rounding: str | None = None,
-    ) -> _HeadT:
-        """Load the head of ``directory`` for ``target``. Arguments and errors follow :func:`load_decoder`."""
-
-
-def loads_head(load: Callable[[HeadCheckpoint], _HeadT]) -> HeadLoader[_HeadT]:
-    """Decorate a function that loads a head from its open checkpoint; the result opens the checkpoint first."""
-
-    def open_and_load(
-        directory: str | Path,
-        *,
-        target: LanguageModel,
-        backend: Backend,
-        dtype: torch.dtype,
-        progress: Progress | None = None,
-        quantized: QuantizedMode = QuantizedMode.KERNELS,
-        rounding: str | None = None,
-    ) -> _HeadT:
-        directory = Path(directory)
-        files, raw = open_checkpoint(directory), read_json(directory / "config.json")
-        quantization = read_quantization(directory, mode=quantized)
-        return load(HeadCheckpoint(directory, files, raw, target, backend, dtype, progress, quantization, rounding))
-
-    open_and_load.__name__, open_and_load.__doc__ = load.__name__, load.__doc__
-    return open_and_load
+def open_head(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+    rounding: str | None = None,
+) -> HeadCheckpoint:
+    """Open the checkpoint ``directory`` of a head for ``target``, for the loader of its kind. Arguments and errors follow
+    :func:`load_decoder`. ``rounding`` is that of :class:`HeadCheckpoint`.
+    """
+    directory = Path(directory)
+    files, raw = open_checkpoint(directory), read_json(directory / "config.json")
+    quantization = read_quantization(directory, mode=quantized)
+    return HeadCheckpoint(directory, files, raw, target, backend, dtype, progress, quantization, rounding)
 
 
 _KIND_BY_TENSOR = (

@@ -27,7 +27,7 @@ from outrider.model.config.config_fields import MAX_LAYERS, is_whole
 from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.head_checkpoint import HeadCheckpoint, loads_head
+from outrider.model.heads.head_checkpoint import HeadCheckpoint
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
@@ -114,12 +114,11 @@ def mtp_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | 
     )
 
 
-@loads_head
 def load_mtp(checkpoint: HeadCheckpoint) -> tuple[MtpHead, ...]:
     """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint.
 
-    The checkpoint holds the heads alone, or the model and the heads; the model's tensors are then ignored. Arguments and
-    errors follow :func:`load_eagle`. Raises :class:`CheckpointError` if the config names no valid number of heads.
+    The checkpoint holds the heads alone, or the model and the heads; the model's tensors are then ignored. Errors follow
+    :func:`load_eagle`. Raises :class:`CheckpointError` if the config names no valid number of heads.
     """
     checkpoint, ignored = _open(checkpoint)
     heads = checkpoint.raw.get("num_nextn_predict_layers")
@@ -155,12 +154,11 @@ _LAYER, HEAD_NAME = "mtp.layers.0", "heads.0"
 _DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
-@loads_head
 def load_chained_mtp(checkpoint: HeadCheckpoint) -> MtpHead:
     """Load the one head, in the format that chains it (tensors ``mtp.*``). Its result is its own next input,
     so it drafts any number of tokens.
 
-    Embedding and output head are the target's. What the checkpoint holds, arguments and errors follow :func:`load_mtp`.
+    Embedding and output head are the target's. What the checkpoint holds, and errors, follow :func:`load_mtp`.
     """
     checkpoint, ignored = _open(checkpoint)
     config = _chained_config(checkpoint)

@@ -59,32 +59,16 @@ class KVCache:
 
         ``windows``: number of rows that have windows of verified tokens, and the most tokens of a window.
         """
-        cache = cls.allocate(
-            len(config.attention_layers),
-            config.num_kv_heads,
-            config.head_size,
-            pages=pages,
-            page_size=page_size,
-            dtype=cache_dtype,
-            device=device,
-        )
+        cache = cls.allocate(config, pages=pages, page_size=page_size, dtype=cache_dtype, device=device)
         if config.recurrent is None:
             return cache
         return cache.with_states(config.recurrent, rows, dtype).with_windows(config.recurrent, *windows, dtype)
 
     @classmethod
     def allocate(
-        cls,
-        num_layers: int,
-        num_kv_heads: int,
-        head_size: int,
-        *,
-        pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, config: ModelConfig, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        """Allocate zeroed pages, the reserved page included, on ``device`` in the caller's stream scope.
+        """Allocate zeroed pages without states, the reserved page included, on ``device`` in the caller's stream scope.
 
         Attention multiplies masked values by zero, so uninitialized pages with NaN would corrupt its result. Raises
         :class:`ConfigError` for fewer than two pages.
@@ -93,12 +77,12 @@ class KVCache:
             raise ConfigError(f"a KV cache of {pages} pages holds nothing: page 0 is reserved, expected at least 2")
         if page_size < 1:
             raise ConfigError(f"a KV cache of page size {page_size} can't be: expected at least 1")
-        shape = (pages, page_size, num_kv_heads, head_size)
+        shape = (pages, page_size, config.num_kv_heads, config.head_size)
 
         def page_tensor() -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        return cls(tuple((page_tensor(), page_tensor()) for _ in range(num_layers)))
+        return cls(tuple((page_tensor(), page_tensor()) for _ in config.attention_layers))
 
     def with_states(self, config: RecurrentConfig, rows: int, dtype: torch.dtype) -> KVCache:
         """Return a cache of the same pages with zeroed state ``rows`` of a model in ``dtype``."""
@@ -145,6 +129,6 @@ class KVCache:
         return self.layers[0][0].shape[1]
 
     @staticmethod
-    def page_bytes(num_layers: int, num_kv_heads: int, head_size: int, *, page_size: int, dtype: torch.dtype) -> int:
+    def page_bytes(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of one page over all layers, keys and values together."""
-        return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize
+        return 2 * len(config.attention_layers) * page_size * config.num_kv_heads * config.head_size * dtype.itemsize
