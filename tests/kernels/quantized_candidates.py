@@ -21,6 +21,7 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
 from outrider_triton.quantized.nibble_planes import permute_rows, row_layout
 from outrider_triton.quantized.operators import plan, quantized_rows
+from outrider_triton.quantized.products import PlannedProduct, TokenRows
 from outrider_triton.tiles.configs import MatmulConfig
 from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.facts import facts_of
@@ -60,13 +61,12 @@ def copied(device):
 
 
 def prepared(x, weight, way, config):
-    """Tokens as the kernel before leaves them, and what goes with them."""
+    """Tokens as the kernel before leaves them."""
     if way.planes:
-        return permute_rows(x, False, row_layout(config)), {"laid": True}
+        return TokenRows(permute_rows(x, False, row_layout(config)), in_planes=True)
     if weight.activations:
-        rows, scales = quantized_rows(x, weight.activations, weight.activation_group, None, weight.data.dtype, False)
-        return rows, {"scales": scales, "dtype": x.dtype}
-    return x, {}
+        return TokenRows(*quantized_rows(x, weight.activations, weight.activation_group, None, weight.data.dtype, False))
+    return TokenRows(x)
 
 
 def main() -> None:
@@ -85,11 +85,10 @@ def main() -> None:
                 jobs.append((name, label, n, k))
     tokens = [int(each) for each in given.get("tokens", "1,4,8").split(",")]
 
-    def call_of(weights, x, way, config, beside):
+    def call_of(weights, rows, way, config):
         def call(number):
-            return kernels.quantized.launch_product(
-                x, weights[number % len(weights)], None, way, config, parts=True, **beside
-            )
+            product = PlannedProduct(weights[number % len(weights)], None, way, config)
+            return kernels.quantized.launch_product(rows, product, torch.bfloat16, parts=True)
 
         return call
 
@@ -101,9 +100,9 @@ def main() -> None:
             way = plan(facts, weight)
             drawn = torch.randn(tokens[0], k, device=device).to(torch.bfloat16)
             for config in candidates(facts, way.stored(weight.format), tokens[0], n, k, name):
-                x, beside = prepared(drawn, weight, way, config)
+                rows = prepared(drawn, weight, way, config)
                 with compile_only():
-                    call_of([weight], x, way, config, beside)(0)
+                    call_of([weight], rows, way, config)(0)
     print(json.dumps({"copy_GB/s": round(rate / 1e9), "compiled_s": round(time.monotonic() - begun, 1)}), flush=True)
     reference, best = KernelSet(), {}
     for name, label, n, k in jobs:
@@ -120,8 +119,7 @@ def main() -> None:
                     return
                 row = {"m": m, "format": name, "product": label, "config": config.as_list()}
                 try:
-                    x, beside = prepared(plain, first, way, config)
-                    call = call_of(weights, x, way, config, beside)
+                    call = call_of(weights, prepared(plain, first, way, config), way, config)
                     made = call(0).float()
                     made = made.sum(0) if config.split > 1 else made
                     row["error"] = round(float((made - right).norm() / right.norm()), 5)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TypeVar
 
 from triton.runtime.errors import OutOfResources
 
-from outrider_triton.launch import power_of_two, vocabulary_shares
-from outrider_triton.tiles.configs import BUCKETS, MatmulConfig
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, every_config
-from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import ANY_LAYER, Table
+from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
 from outrider_triton.workers import compiling
 
 _MAX_ROWS = 1024
 _MAX_REQUESTS = 256
+_Variant = TypeVar("_Variant")
 
 
 class VariantScope:
@@ -29,14 +27,15 @@ class VariantScope:
         self._compiled_keys: set[object] = set()
         self._configs: dict[object, tuple[tuple[int, ...], ...]] = {}
 
-    def must_compile(self, key: object) -> bool:
-        """Return True if the variants of ``key`` must be compiled now: inside the scope, and at the first call
-        for ``key``.
+    def each(self, key: object, variants: Iterable[_Variant]) -> Iterator[_Variant]:
+        """Yield each of ``variants`` inside the scope, at the first call for ``key``; kernels that the caller then launches
+        are only compiled.
         """
-        if not self.depth or key in self._compiled_keys:
-            return False
-        self._compiled_keys.add(key)
-        return True
+        if self.depth and key not in self._compiled_keys:
+            self._compiled_keys.add(key)
+            for variant in variants:
+                with compile_only():
+                    yield variant
 
     def attention_configs(
         self, key: object, config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
@@ -79,26 +78,6 @@ def _compiling() -> Iterator[None]:
 def ignore_unfitting() -> AbstractContextManager[None]:
     """Ignore variants that need more resources than the device has: only a call that uses one must fail."""
     return suppress(OutOfResources)
-
-
-def product_configs(
-    facts: DeviceFacts,
-    table: Table | None,
-    operator: str,
-    dtype: str,
-    *,
-    n: int,
-    k: int,
-    half: int = 0,
-    layer: str = ANY_LAYER,
-) -> tuple[MatmulConfig, ...]:
-    """Return every configuration of this weight in ``layer`` for any number of tokens."""
-    counts = () if table is None else range(1, MAX_TOKENS_TUNED + 1)
-    tuned = {m: table.entry(operator, dtype, n=n, k=k, m=m, layer=layer) for m in counts} if table else {}
-    found = dict.fromkeys(entry.config for entry in tuned.values() if entry is not None and entry.config is not None)
-    served = {m for m in BUCKETS if tuned.get(m) is not None}
-    found.update(dict.fromkeys(every_config(facts, operator, n=n, k=k, half=half, but=served)))
-    return tuple(found)
 
 
 def attention_configs(
