@@ -12,11 +12,12 @@ from torch import Tensor
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch, power_of_two, warps_for
-from outrider_triton.products.streamed import multiply, multiply_blocks
+from outrider_triton.products.streamed import multiply
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations as jit_activations
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
+from outrider_triton.quantized.scaled_blocks import multiply_blocks
 from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
