@@ -294,7 +294,7 @@ def test_attention_leaves_rows_in_planes(planes, kernels):
     *operands, metadata = attention(3, 2, padding=2)
     held = metadata.query_start, metadata.seq_lens, metadata.block_table, None, 2, CONTEXT + 2, 0.1, 0
     call = *operands, *held, False, [16, 32, 4, 1, 2, 0], kernels.pdl
-    made = torch.ops.outrider.paged_attention.triton_planes(*call, planes)
+    made = torch.ops.outrider.paged_attention.triton(*call, planes)
     plain = torch.ops.outrider.paged_attention.triton(*call)
     assert plain[-2:].eq(0).all()
     laid = nibble_plane_ops.permute_rows(plain.flatten(1), kernels.pdl, planes)

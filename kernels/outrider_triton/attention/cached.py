@@ -89,7 +89,7 @@ class CacheAttention:
                 self.compile_variants(call, layout)
             config = self.config(call.q, call.k_cache, call.metadata)
             if config[2] > 1 and not self.prompts.serves(call.q, call.metadata):
-                rows = _TRITON.paged_attention.triton_planes(*self.operands(call, config), planes)
+                rows = _TRITON.paged_attention.triton(*self.operands(call, config), planes)
                 return TokenRows(rows, in_planes=True)
         operands = call.q, call.k_cache, call.v_cache, call.metadata
         out = self._kernels.paged_attention(*operands, scale=call.scale, window=call.window)
@@ -122,10 +122,8 @@ class CacheAttention:
             capacity=metadata.block_table.shape[1] * k_cache.shape[1],
         )
         for tiling in self._tiles.scope.each(key, configs):
-            if not planes:
-                _TRITON.paged_attention.triton(*self.operands(call, list(tiling)))
-            elif tiling[2] > 1:
-                _TRITON.paged_attention.triton_planes(*self.operands(call, list(tiling)), planes)
+            if tiling[2] > 1 or not planes:
+                _TRITON.paged_attention.triton(*self.operands(call, list(tiling)), planes)
 
 
 def _planes(call: PrefillOperands, product_plan: ProductPlan, config: MatmulConfig | None) -> int:
