@@ -116,8 +116,8 @@ def product(facts, operator, config, even, k, half, target):
         "linear_parts": (matmul.linear, {**plain, "SPLIT": config.split}, {"out": WIDE} if config.split > 1 else {}),
         "linear_silu_mul": (matmul.linear_silu_mul, {"squares": None, "SHARES": 1}, {}),
         "scaled_silu_mul": (matmul.linear_silu_mul, {"SHARES": 128}, {"eps": "fp32"}),
-        "linear_add": (fused.linear_add, {**plain, "norm": None}, {"scaled": HALF}),
-        "linear_add_scaled": (fused.linear_add, plain, {"norm": HALF, "scaled": HALF}),
+        "linear_add": (fused.linear_add, {"norm": None}, {"scaled": HALF}),
+        "linear_add_scaled": (fused.linear_add, {}, {"norm": HALF, "scaled": HALF}),
         "linear_rope": (fused.linear_rope_write_cache, {"SHARES": 128, "HALF": half}, {}),
     }[operator]
     aligned = [name for name in ALIGNED if name in kernel.arg_names]

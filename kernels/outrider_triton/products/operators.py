@@ -42,11 +42,6 @@ def _expect_blocks(config: list[int]) -> None:
     )
 
 
-def _tile_descriptor(weight: Tensor, tiling: MatmulConfig) -> TensorDescriptor | None:
-    """Return the copy engine's descriptor of a weight's tiles, or None if the configuration loads them by pointers."""
-    return TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
-
-
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
     tiling = MatmulConfig(*config)
     flat = _flat_product(x, weight)
@@ -57,10 +52,11 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, confi
     (m, k), n = flat.shape, weight.shape[0]
     rows_per_program = tiling.rows_per_program or tiling.block_n
     grid = triton.cdiv(n, rows_per_program), tiling.split, triton.cdiv(m, tiling.block_m)
+    tiles = TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
     launch(
         matmul.linear,
         grid,
-        *(flat, weight, _tile_descriptor(weight, tiling), bias, out),
+        *(flat, weight, tiles, bias, out),
         *(m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
         SPLIT=tiling.split,
         **tiling.launch_constants(k),
@@ -163,7 +159,7 @@ def _add(
     launch(
         fused.linear_add,
         (programs, triton.cdiv(m, tiling.block_m)),
-        *(flat, weight, _tile_descriptor(weight, tiling), bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
+        *(flat, weight, bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
         *(tiling.rows_per_program or tiling.block_n, tiling.prefetch_columns if k % 8 == 0 else 0),
         **tiling.launch_constants(k),
         pdl=pdl,
