@@ -143,7 +143,7 @@ def launched(monkeypatch):
             self.name = name
 
         def triton(self, *arguments):
-            calls.append((self.name, *(tuple(each) for each in arguments if isinstance(each, list))))
+            calls.append((self.name, *(tuple(each) for each in arguments if isinstance(each, list | tuple))))
             return getattr(real, self.name).triton(*arguments)
 
     class Namespace:
@@ -276,7 +276,7 @@ def test_ways_to_attend_are_listed_once_for_alike_sizes():
 
     def config(batch, queries, cached):
         asked.append((batch, queries, cached))
-        return [queries]
+        return (queries,)
 
     scope = VariantScope()
     with scope.entered():

@@ -20,7 +20,6 @@ from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     AttentionLaunch,
-    can_read_before_wait,
     derive_attention_launch,
     unsplit_programs,
 )
@@ -39,23 +38,22 @@ class CacheAttention:
         """The kernels of prefill attention."""
         self._kernels, self._tiles, self._quantized, self._pdl = kernels, tiles, quantized, tiles.facts.pdl
 
-    def config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
-        """Return the launch parameters of this attention, as the list of an
-        :class:`~outrider_triton.tiles.derive.attention.AttentionLaunch`.
+    def config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> AttentionLaunch:
+        """Return the launch of this attention.
 
         Only host-side sizes decide: the batch, and the largest query and cache lengths.
         """
         return self.config_for(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
 
-    def config_for(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
-        """Return the launch parameters of :meth:`config` for a batch of these sizes."""
+    def config_for(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> AttentionLaunch:
+        """Return the launch of :meth:`config` for a batch of these sizes."""
         derived = self.attention_launch(q, k_cache, batch, max_query, max_kv, None)
         if self._tiles.table is None or q.dtype.itemsize != 2:
-            return derived.as_list()
+            return derived
         heads = _heads(q, k_cache)
         groups = unsplit_programs(heads, derived.block_rows, batch, max_query)
         tuned = self._tiles.attention(groups, heads.size, heads.group)
-        return self.attention_launch(q, k_cache, batch, max_query, max_kv, tuned).as_list()
+        return self.attention_launch(q, k_cache, batch, max_query, max_kv, tuned)
 
     def attention_launch(
         self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
@@ -88,21 +86,21 @@ class CacheAttention:
             for layout in sorted(layouts):  # a fixed order makes the compile order deterministic
                 self.compile_variants(call, layout)
             config = self.config(call.q, call.k_cache, call.metadata)
-            if config[2] > 1 and not self.prompts.serves(call.q, call.metadata):
+            if config.split > 1 and not self.prompts.serves(call.q, call.metadata):
                 rows = _TRITON.paged_attention.triton(*self.operands(call, config), planes)
                 return TokenRows(rows, in_planes=True)
         operands = call.q, call.k_cache, call.v_cache, call.metadata
         out = self._kernels.paged_attention(*operands, scale=call.scale, window=call.window)
         return TokenRows(out.reshape(out.shape[0], -1))
 
-    def operands(self, call: PrefillOperands, config: list[int]) -> tuple[Any, ...]:
+    def operands(self, call: PrefillOperands, config: AttentionLaunch) -> tuple[Any, ...]:
         """Return the operands of the attention operators, in the order of their schema. ``config`` is the result of
         :meth:`config`.
         """
         metadata = call.metadata
         addressing = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, call.scale, call.window
-        reads_before_wait = self._pdl and metadata.settled and can_read_before_wait(config)
+        reads_before_wait = self._pdl and metadata.settled and config.can_read_before_wait
         return call.q, call.k_cache, call.v_cache, *addressing, *limits, reads_before_wait, config, self._pdl
 
     def compile_variants(self, call: PrefillOperands, planes: int) -> None:
@@ -122,8 +120,8 @@ class CacheAttention:
             capacity=metadata.block_table.shape[1] * k_cache.shape[1],
         )
         for tiling in self._tiles.scope.each(key, configs):
-            if tiling[2] > 1 or not planes:
-                _TRITON.paged_attention.triton(*self.operands(call, list(tiling)), planes)
+            if tiling.split > 1 or not planes:
+                _TRITON.paged_attention.triton(*self.operands(call, tiling), planes)
 
 
 def _planes(call: PrefillOperands, product_plan: ProductPlan, config: MatmulConfig | None) -> int:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from triton.runtime.errors import OutOfResources
 
 from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.tiles.derive.attention import AttentionLaunch
 from outrider_triton.workers import compiling
 
 _MAX_ROWS = 1024
@@ -25,7 +26,7 @@ class VariantScope:
     def __init__(self) -> None:
         self.depth = 0
         self._compiled_keys: set[object] = set()
-        self._configs: dict[object, tuple[tuple[int, ...], ...]] = {}
+        self._configs: dict[object, tuple[AttentionLaunch, ...]] = {}
 
     def each(self, key: object, variants: Iterable[_Variant]) -> Iterator[_Variant]:
         """Yield each of ``variants`` inside the scope, at the first call for ``key``; kernels that the caller then launches
@@ -38,8 +39,8 @@ class VariantScope:
                     yield variant
 
     def attention_configs(
-        self, key: object, config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
-    ) -> tuple[tuple[int, ...], ...]:
+        self, key: object, config: Callable[[int, int, int], AttentionLaunch], *, max_query: int, capacity: int
+    ) -> tuple[AttentionLaunch, ...]:
         """Return :func:`attention_configs`, cached for the heads that ``key`` names, since it takes a tenth of a second."""
         sizes = key, power_of_two(max_query), capacity
         found = self._configs.get(sizes)
@@ -81,15 +82,15 @@ def ignore_unfitting() -> AbstractContextManager[None]:
 
 
 def attention_configs(
-    config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
-) -> tuple[tuple[int, ...], ...]:
+    config: Callable[[int, int, int], AttentionLaunch], *, max_query: int, capacity: int
+) -> tuple[AttentionLaunch, ...]:
     """Return every ``config(batch, max_query, max_kv)`` for at most ``max_query`` queries and ``capacity`` cached tokens."""
-    found: dict[tuple[int, ...], None] = {}
+    found: dict[AttentionLaunch, None] = {}
     for queries in _powers(max_query):
         for batch in _powers(_MAX_REQUESTS):
             # Bounds in tables and of splits also lie between powers of two.
             for cached in (size + part for size in _powers(capacity) for part in (0, size // 4, size // 2)):
-                found[tuple(config(batch, queries, min(max(cached, 1), capacity)))] = None
+                found[config(batch, queries, min(max(cached, 1), capacity))] = None
     return tuple(found)
 
 
