@@ -38,7 +38,7 @@ from outrider_triton.launch import compile_only, has_kernel, without_running
 from outrider_triton.peers import PeerExchange
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.products.operands import rows_like
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.quantized.products import QuantizedProducts
 from outrider_triton.rows import rotates
 from outrider_triton.tiles import variants

@@ -37,7 +37,7 @@ from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import nibble_planes, nibble_planes_streamed
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.nibble_planes import computes_swiglu
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,

@@ -17,7 +17,7 @@ from outrider.model.quantization.loading import to_device
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, placed_pairs, sorted_pairs, sum_expert_rows
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import LARGE_M, MatmulConfig
 from outrider_triton.tiles.derive.products import shared_bytes
 

@@ -18,7 +18,7 @@ from outrider_triton.quantized.nibble_planes import (
     computes_swiglu,
     permute_rows,
 )
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.facts import facts_of
 

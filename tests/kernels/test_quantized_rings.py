@@ -26,7 +26,7 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
 from outrider_triton.products import streamed
 from outrider_triton.products.operands import QuantizedProduct
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config
 

@@ -14,7 +14,7 @@ from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
 from outrider_triton.launch import has_kernel, power_of_two
 from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.quantized.nibble_planes import row_layout
-from outrider_triton.quantized.operators import ProductPlan
+from outrider_triton.quantized.plan import ProductPlan
 from outrider_triton.quantized.products import PlannedProduct, QuantizedProducts, TokenRows
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.attention import (

@@ -14,8 +14,8 @@ from outrider_triton.experts.jit import unquantized as jit
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.jit.large_m_gates import GROUP
 from outrider_triton.products.streamed import descriptor
+from outrider_triton.quantized.activations import activation_dtype, quantized_rows
 from outrider_triton.quantized.formats import TRITON_FORMATS
-from outrider_triton.quantized.operators import activation_dtype, quantized_rows
 from outrider_triton.tiles.configs import MatmulConfig
 
 _MAX_COMPARED_PAIRS = 64
@@ -323,8 +323,8 @@ def _experts_quantized(
 ) -> Tensor:
     """Compute all experts with quantised weights.
 
-    Each list has an entry for gate and up, then one for down; see :class:`outrider_triton.quantized.operators.Plan`. ``size``
-    is the same as for unquantized experts.
+    Each list has an entry for gate and up, then one for down; see :class:`outrider_triton.quantized.plan.ProductPlan`.
+    ``size`` is the same as for unquantized experts.
     """
     hidden, count = x.shape[1], chosen.shape[1]
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()

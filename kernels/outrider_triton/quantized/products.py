@@ -15,10 +15,11 @@ from outrider_triton.launch import has_kernel
 from outrider_triton.products.operands import QuantizedProduct, rotary_like, rows_like
 from outrider_triton.quantized import library
 from outrider_triton.quantized import operators as _quantized_ops  # noqa: F401
-from outrider_triton.quantized.activations import quantizes_gated
+from outrider_triton.quantized.activations import MAX_ROW_ELEMENTS, activation_dtype, quantizes_gated
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, computes_swiglu, row_layout
-from outrider_triton.quantized.operators import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
+from outrider_triton.quantized.operators import sum_parts
+from outrider_triton.quantized.plan import ProductPlan, plan
 from outrider_triton.rows import rotates
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.quantized import OperandStorage
@@ -52,8 +53,8 @@ class PlannedProduct(NamedTuple):
     @property
     def row_format(self) -> tuple[str, int, torch.dtype, int]:
         """Format, columns per scale (0: all), dtype and padding (``by_group`` of
-        :func:`outrider_triton.quantized.operators.allocate_quantized`) of the quantised rows that the product multiplies. The
-        weight has dynamic activation scales.
+        :func:`outrider_triton.quantized.activations.allocate_quantized`) of the quantised rows that the product multiplies.
+        The weight has dynamic activation scales.
         """
         weight, group = self.weight, _group(self.weight)
         padding = library.ROWS_MULTIPLE if self.config is None and group else 0
