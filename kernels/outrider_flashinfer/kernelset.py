@@ -103,34 +103,6 @@ class Attention:
         plan.renew(metadata, stream)
         return plan
 
-    def attend(
-        self,
-        plan: AttentionPlan,
-        shape: AttentionShape,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """Compute attention of a planned batch with FlashInfer and return its rows [T, Hq, D]."""
-        return OPERATOR(  # type: ignore[no-any-return]
-            q,
-            k_cache,
-            v_cache,
-            metadata.query_start,
-            metadata.seq_lens,
-            metadata.block_table,
-            metadata.tree_mask,
-            metadata.max_query,
-            metadata.max_kv,
-            shape.scale,
-            shape.window,
-            plan.indices,
-            plan.mask,
-            plan.scratch,
-            plan.tables[shape],
-        )
-
 
 class FlashInferKernels(WrappedKernels):
     """A kernel set that adds FlashInfer's attention to another one. ``processors``: multiprocessors of the device.
@@ -179,7 +151,10 @@ class FlashInferKernels(WrappedKernels):
         if isinstance(plan, AttentionPlan):
             shape = AttentionShape.from_operands(q, k_cache, scale=scale, window=window)
             if shape in plan.wrappers and q.shape[0] == plan.tokens and k_cache.dtype is q.dtype:
-                return self.attention.attend(plan, shape, q, k_cache, v_cache, metadata)
+                addressing = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
+                limits = metadata.max_query, metadata.max_kv, scale, window
+                memory = plan.indices, plan.mask, plan.scratch, plan.tables[shape]
+                return OPERATOR(q, k_cache, v_cache, *addressing, *limits, *memory)  # type: ignore[no-any-return]
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
     def attention_block(

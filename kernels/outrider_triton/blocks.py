@@ -16,18 +16,24 @@ from outrider.device import (
     AttentionMetadata,
     AttentionTokens,
     Contribution,
+    ExpertsBlock,
     KernelSet,
     LayerRows,
     MlpBlock,
     QuantizedWeight,
     RankBoundary,
     RecurrentBlock,
+    RecurrentTokens,
     ResidualStream,
-    RotaryArgs,
     Weight,
 )
 from outrider.device.kernels.blocks import (
     Attend,
+    attended_rows,
+    continued_queries,
+    experts_stream,
+    gated_heads,
+    recurrent_heads,
     split_gate,
     write_heads,
 )
@@ -35,6 +41,7 @@ from outrider.device.kernels.residual import SINGLE_RANK, Computed
 from outrider.device.kernels.weights import linear
 from outrider_triton.attention.cached import CacheAttention
 from outrider_triton.attention.prefill import PrefillOperands
+from outrider_triton.launch import has_kernel
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.products.operands import HeadGate, Product, QuantizedProduct
 from outrider_triton.quantized.products import QuantizedProducts, has_dynamic_activations
@@ -104,39 +111,100 @@ class DeferredAttention(Contribution):
         return DeferredQuantized(self.products, product)
 
 
-class FusedBlocks:
-    """The parts of attention and MLP blocks whose products are fused with the norms, rotations and activations
-    around them.
-    """
+class FusedBlocks(KernelSet):
+    """The blocks of a layer, whose products are fused with the norms, rotations and activations around them."""
 
-    def __init__(
-        self, kernels: KernelSet, dense: DenseProducts, quantized: QuantizedProducts, attention: CacheAttention
-    ) -> None:
-        self._kernels, self._dense, self._quantized, self._attention = kernels, dense, quantized, attention
+    pdl: bool
+    dense: DenseProducts
+    quantized: QuantizedProducts
+    attention: CacheAttention
 
-    def queries(self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens) -> tuple[Tensor, Tensor | None]:
+    def attention_block(
+        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
+    ) -> ResidualStream:
+        """Fuse norm, product and rotation where configurations allow it, and defer the output product."""
+        q, gate = self._queries(x, block, tokens)
+        scaled = block.gated or block.output_scales is not None or block.ranks.reduces
+        if isinstance(block.output, QuantizedWeight) and not scaled:
+            operands = continued_queries(self, q, tokens), *tokens.rotary[2:4], tokens.attention
+            pending: Contribution = DeferredAttention(self, self.quantized, operands, block, block.output, attend)
+        else:
+            deferred = None
+            if gate is not None and _defers_gate(block, tokens.rows):
+                deferred, gate = HeadGate(gate.unflatten(1, q.shape[1:])), None
+            attended = attended_rows(self, q, gate, block, tokens, attend or self.paged_attention)
+            pending = self._contribution(attended, block.output, block.output_bias, block.ranks, deferred)
+        return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
+
+    def mlp_block(self, x: ResidualStream, block: MlpBlock) -> ResidualStream:
+        """Fuse norm, gate and up product and activation where configurations allow it, and defer the down product."""
+        pending, gate_up, bias = x.pending, block.gate_up, block.gate_up_bias
+        norm, down = (x.rows, block.norm, block.eps), (block.down, block.down_bias)
+        if block.ranks.reduces:
+            normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
+            value = linear(self, self._gated_product(normed, gate_up, bias), *down)
+            made: Contribution = Computed(self, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
+        elif isinstance(pending, DeferredAttention) and isinstance(gate_up, QuantizedWeight):
+            made = self._attended_mlp(pending, x, block, gate_up)
+        elif isinstance(pending, DeferredProduct) and isinstance(gate_up, Tensor):
+            made = self._contribution(self.dense.norm_linear_silu_mul(pending.product, *norm, gate_up, bias), *down)
+        elif isinstance(pending, DeferredQuantized) and isinstance(gate_up, QuantizedWeight):
+            both = self.quantized.norm_linear_quantized(pending.product, *norm, gate_up, bias)
+            made = self._down_product(both, block)
+        else:
+            made = self._contribution(self._gated_product(x.norm(block.norm, block.eps), gate_up, bias), *down)
+        return ResidualStream(x.kernels, x.rows, made)
+
+    def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:
+        """Mix the experts; the gate and up product of a shared expert applies the activation itself."""
+
+        def mlp(normed: Tensor, shared: MlpBlock) -> Tensor:
+            gated = self._gated_product(normed, shared.gate_up, shared.gate_up_bias)
+            return linear(self, gated, shared.down, shared.down_bias)
+
+        return experts_stream(self, x, block, mlp)
+
+    def _add_gated(self, value: Tensor, result: Tensor, x: Tensor, gate: Weight) -> None:
+        """Multiply a shared expert's gate, apply the gate and add the expert's result in one kernel."""
+        if isinstance(gate, Tensor) and has_kernel(x):
+            torch.ops.outrider.add_gated.triton(value, result, x, gate, self.pdl)
+        else:
+            super()._add_gated(value, result, x, gate)
+
+    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
+        """Compose the recurrent block of its kernels, and defer the output product until the next norm."""
+        heads, values = recurrent_heads(self, self._projections(x, block), block, tokens)
+        gate = HeadGate(values, block.rule.norm, block.eps) if _defers_gate(block, tokens.rows) else None
+        rows = gated_heads(self, heads, values, block, tokens) if gate is None else heads.flatten(1)
+        pending = self._contribution(rows, block.output, block.output_bias, block.ranks, gate)
+        return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
+
+    def _queries(self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens) -> tuple[Tensor, Tensor | None]:
         """Return rotated queries [T, Hq, D] and the gate [T, Hq D]; write keys and values to the cache."""
-        pending, qkv, rotary = x.pending, block.qkv, tokens.rotary
+        pending, qkv, bias, rotary = x.pending, block.qkv, block.qkv_bias, tokens.rotary
         # Without norms, scales and a gate between the product and the rotation, one kernel can do both.
         rotates_product = block.head_norms is None and block.input_scales is None and not block.gated
+        made = None
         if block.norm is not None:
-            norm, bias = (x.rows, block.norm, block.eps), block.qkv_bias
+            norm = x.rows, block.norm, block.eps
             if isinstance(pending, DeferredProduct) and isinstance(qkv, Tensor) and rotates_product:
-                return self._dense.norm_linear_rope_write_cache(pending.product, *norm, qkv, bias, rotary), None
+                return self.dense.norm_linear_rope_write_cache(pending.product, *norm, qkv, bias, rotary), None
             if isinstance(pending, DeferredQuantized) and isinstance(qkv, QuantizedWeight):
+                operands = pending.product, *norm, qkv, bias
                 if rotates_product:
-                    return self._quantized.norm_linear_quantized_rope_write_cache(
-                        pending.product, *norm, qkv, bias, rotary
-                    ), None
-                heads, gate = split_gate(self._quantized.norm_linear_quantized(pending.product, *norm, qkv, bias), block)
-                return write_heads(self._kernels, heads, block, tokens), gate
-        normed = x.norm(block.norm, block.eps)
-        if rotates_product:
-            return self._rotated(normed, qkv, block.qkv_bias, rotary), None
-        heads, gate = split_gate(linear(self._kernels, normed, qkv, block.qkv_bias), block)
-        return write_heads(self._kernels, heads, block, tokens), gate
+                    return self.quantized.norm_linear_quantized_rope_write_cache(*operands, rotary), None
+                made = self.quantized.norm_linear_quantized(*operands)
+        if made is None:
+            normed = x.norm(block.norm, block.eps)
+            if rotates_product and isinstance(qkv, Tensor):
+                return self.dense.linear_rope_write_cache(Product(normed, qkv, bias), rotary), None
+            if rotates_product and isinstance(qkv, QuantizedWeight):
+                return self.quantized.linear_quantized_rope_write_cache(normed, qkv, bias, rotary), None
+            made = linear(self, normed, qkv, bias)
+        heads, gate = split_gate(made, block)
+        return write_heads(self, heads, block, tokens), gate
 
-    def projections(self, x: ResidualStream, block: RecurrentBlock) -> list[Tensor]:
+    def _projections(self, x: ResidualStream, block: RecurrentBlock) -> list[Tensor]:
         """Return the product [T, ...] of the normalised rows and each weight of ``block.projections``. The norm's kernel
         quantises the rows for a first weight with quantised activations.
         """
@@ -144,21 +212,14 @@ class FusedBlocks:
         if isinstance(pending, DeferredQuantized) and isinstance(first, QuantizedWeight) and has_dynamic_activations(first):
             norm = x.rows, block.norm, block.eps
             if not others:
-                return [self._quantized.norm_linear_quantized(pending.product, *norm, first)]
+                return [self.quantized.norm_linear_quantized(pending.product, *norm, first)]
             normed = torch.empty_like(x.rows)
-            product = self._quantized.norm_linear_quantized(pending.product, *norm, first, unquantized=normed)
-            return [product, *(linear(self._kernels, normed, each) for each in others)]
+            product = self.quantized.norm_linear_quantized(pending.product, *norm, first, unquantized=normed)
+            return [product, *(linear(self, normed, each) for each in others)]
         normed = x.norm(block.norm, block.eps)
-        return [linear(self._kernels, normed, each) for each in block.projections]
+        return [linear(self, normed, each) for each in block.projections]
 
-    def _rotated(self, x: Tensor, weight: Weight, bias: Tensor | None, rotary: RotaryArgs) -> Tensor:
-        if isinstance(weight, Tensor):
-            return self._dense.linear_rope_write_cache(Product(x, weight, bias), rotary)
-        if isinstance(weight, QuantizedWeight):
-            return self._quantized.linear_quantized_rope_write_cache(x, weight, bias, rotary)
-        return self._kernels.head_norm_rope_write_cache(linear(self._kernels, x, weight, bias), None, rotary)
-
-    def attended_mlp(
+    def _attended_mlp(
         self, pending: DeferredAttention, x: ResidualStream, block: MlpBlock, gate_up: QuantizedWeight
     ) -> Contribution:
         """Compute the deferred attention ``pending`` and its output product, add the product to ``x``, and compute the MLP
@@ -168,42 +229,33 @@ class FusedBlocks:
         quantises them.
         """
         following = x.rows, block.norm, block.eps, gate_up, block.gate_up_bias
-        attention, normed = pending.block, None
+        attention, made = pending.block, None
         if pending.attend is None:
             call = PrefillOperands(*pending.operands, attention.scale, attention.window)
-            normed = self._attention.attention_normed(call, pending.output, attention.output_bias, *following)
-        if normed is None:
-            return self.down_product(self._quantized.norm_linear_quantized(pending.attended().product, *following), block)
-        if isinstance(block.down, QuantizedWeight):
-            activated = self._quantized.activated(normed, x.rows, gate_up, block.gate_up_bias)
-            if activated is not None:
-                gated, maxima = activated
-                return DeferredQuantized(self._quantized, QuantizedProduct(gated, block.down, block.down_bias, maxima=maxima))
-        return self.down_product(
-            self._quantized.second_product(normed, x.rows, gate_up, block.gate_up_bias, parts=False), block
-        )
+            projected = x.rows[:, :1].expand(-1, pending.output.shape[1])  # only the shape and dtype are used
+            added = QuantizedProduct(projected, pending.output, attention.output_bias)
+            activates, taken = isinstance(block.down, QuantizedWeight), self.attention.rows_for(call, pending.output)
+            made = self.quantized.norm_gates(added, *following, activates=activates, taken=taken)
+        if made is None:
+            made = self.quantized.norm_linear_quantized(pending.attended().product, *following), None
+        rows, maxima = made
+        if maxima is None or not isinstance(block.down, QuantizedWeight):
+            return self._down_product(rows, block)
+        return DeferredQuantized(self.quantized, QuantizedProduct(rows, block.down, block.down_bias, maxima=maxima))
 
-    def down_product(self, both: Tensor, block: MlpBlock) -> Contribution:
+    def _down_product(self, both: Tensor, block: MlpBlock) -> Contribution:
         """Return the MLP's deferred down product for ``both`` [T, 2 I], the results of gate and up."""
         if isinstance(block.down, QuantizedWeight):
-            return DeferredQuantized(self._quantized, QuantizedProduct(both, block.down, block.down_bias, gated=True))
-        return self.contribution(self._kernels.silu_mul(both), block.down, block.down_bias)
+            return DeferredQuantized(self.quantized, QuantizedProduct(both, block.down, block.down_bias, gated=True))
+        return self._contribution(self.silu_mul(both), block.down, block.down_bias)
 
-    def gated_product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def _gated_product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """Return SwiGLU [T, I] of the rows ``x`` [T, H], multiplied by the gate and up ``weight``."""
         if isinstance(weight, Tensor):
-            return self._dense.linear_silu_mul(x, weight, bias)
-        return self._kernels.silu_mul(linear(self._kernels, x, weight, bias))
+            return self.dense.linear_silu_mul(x, weight, bias)
+        return self.silu_mul(linear(self, x, weight, bias))
 
-    def defers_gate(self, block: AttentionBlock | RecurrentBlock, rows: LayerRows) -> bool:
-        """Return True if the kernel that quantises rows for the block's output product can apply the block's gate."""
-        return isinstance(block.output, QuantizedWeight) and not block.ranks.reduces and rows.kept is None
-
-    def mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
-        """Return the MLP's output [T, H] for the normalised rows ``x`` [T, H]."""
-        return linear(self._kernels, self.gated_product(x, block.gate_up, block.gate_up_bias), block.down, block.down_bias)
-
-    def contribution(
+    def _contribution(
         self,
         x: Tensor,
         weight: Weight,
@@ -215,7 +267,12 @@ class FusedBlocks:
         stream, deferred if there is one rank. A quantised weight takes a gate.
         """
         if not ranks.reduces and isinstance(weight, Tensor):
-            return DeferredProduct(self._dense, Product(x, weight, bias))
+            return DeferredProduct(self.dense, Product(x, weight, bias))
         if not ranks.reduces and isinstance(weight, QuantizedWeight):
-            return DeferredQuantized(self._quantized, QuantizedProduct(x, weight, bias, gate=gate))
-        return Computed(self._kernels, linear(self._kernels, x, weight, bias), ranks)
+            return DeferredQuantized(self.quantized, QuantizedProduct(x, weight, bias, gate=gate))
+        return Computed(self, linear(self, x, weight, bias), ranks)
+
+
+def _defers_gate(block: AttentionBlock | RecurrentBlock, rows: LayerRows) -> bool:
+    """Return True if the kernel that quantises rows for the block's output product can apply the block's gate."""
+    return isinstance(block.output, QuantizedWeight) and not block.ranks.reduces and rows.kept is None

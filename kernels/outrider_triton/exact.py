@@ -19,10 +19,9 @@ from outrider.device.kernels.weights import quantized_products
 from outrider_triton.attention import operators as attention_operators
 from outrider_triton.attention.cached import attends
 from outrider_triton.attention.prefill import PromptAttention
-from outrider_triton.blocks import FusedBlocks
 from outrider_triton.experts.mixtures import ExpertProducts, sorted_block_tokens
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.launch import power_of_two, vocabulary_shares
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig, bucket
 from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes
@@ -82,13 +81,9 @@ class ExactTiles(TileSelection):
         del dtype
         return self._exact_config(operator, m, n, k, half) if operator in _PREFILL and m else None
 
-    def every_product(self, operator: str, dtype: str, *, n: int, k: int, half: int = 0) -> tuple[MatmulConfig, ...]:
-        """Return all configurations that a weight [n, k] may need, over all numbers of tokens."""
-        del dtype
-        if operator not in _PREFILL:
-            return ()
-        sizes = (*BUCKETS, _MAX_DECODED + 1)
-        return tuple(dict.fromkeys(self._exact_config(operator, m, n, k, half) for m in sizes))
+    def token_counts(self) -> Sequence[int]:
+        """Return numbers of tokens that together need every configuration."""
+        return *BUCKETS, _MAX_DECODED + 1
 
     def _exact_config(self, operator: str, m: int, n: int, k: int, half: int = 0) -> MatmulConfig:
         split = split_of(self.facts, n, k) if operator == "linear_parts" else 1
@@ -180,7 +175,6 @@ class ExactKernels(TritonKernels, InvariantKernels):
     def _compose(self, tiles: TileSelection, prompts: PromptAttention) -> None:
         super()._compose(tiles, prompts)
         self.dense = ExactProducts(self, tiles)
-        self.fused = FusedBlocks(self, self.dense, self.quantized, self.attention)
 
     def batch_invariant(self) -> KernelSet:
         """Return this kernel set, which is already invariant."""
@@ -210,10 +204,8 @@ class ExactKernels(TritonKernels, InvariantKernels):
         limits = metadata.max_query, metadata.max_kv, scale, window
         is_tree, cache = metadata.tree_mask is not None, k_cache.dtype
         key = "exact_attention", q.dtype, q.shape[1:], cache, k_cache.shape[1:], window, is_tree
-        if self.tiles.scope.must_compile(key):
-            for shared in (False, True):
-                with compile_only():
-                    _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl)
+        for shared in self.tiles.scope.each(key, (False, True)):
+            _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl)
         return _TRITON.paged_attention.exact(*operands, *limits, shares_chunks, config, self.pdl)  # type: ignore[no-any-return]
 
     def _attention_tiles(self, q: Tensor, k_cache: Tensor) -> list[int]:

@@ -14,48 +14,31 @@ from outrider.device import (
     LANE_DRAFT,
     LANE_RESIDUAL,
     LANE_SAMPLE,
-    AttentionBlock,
     AttentionMetadata,
-    AttentionTokens,
-    Contribution,
-    ExpertsBlock,
     Group,
     HeadNorms,
     KernelSet,
-    MlpBlock,
     QuantizedWeight,
     RecurrentBatch,
-    RecurrentBlock,
-    RecurrentTokens,
     RequestInputs,
     RequestRows,
-    ResidualStream,
     RotaryArgs,
     Stream,
     Weight,
 )
-from outrider.device.kernels.blocks import (
-    Attend,
-    attended_rows,
-    continued_queries,
-    experts_stream,
-    gated_heads,
-    recurrent_heads,
-)
-from outrider.device.kernels.residual import Computed
 from outrider.device.kernels.weights import linear
 from outrider_triton import bookkeeping as _bookkeeping_ops  # noqa: F401  (these register the operators)
 from outrider_triton import recurrent as _recurrent_ops  # noqa: F401
 from outrider_triton import selection as _selection_ops  # noqa: F401
 from outrider_triton.attention.cached import CacheAttention, attends
 from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
-from outrider_triton.blocks import DeferredAttention, DeferredProduct, DeferredQuantized, FusedBlocks
+from outrider_triton.blocks import FusedBlocks
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.launch import compile_only, has_kernel, without_running
 from outrider_triton.peers import PeerExchange
-from outrider_triton.products.dense import DenseProducts, first_rows
-from outrider_triton.products.operands import HeadGate
-from outrider_triton.quantized.operators import plan
+from outrider_triton.products.dense import DenseProducts
+from outrider_triton.products.operands import rows_like
+from outrider_triton.quantized.plan import plan
 from outrider_triton.quantized.products import QuantizedProducts
 from outrider_triton.rows import rotates
 from outrider_triton.tiles import variants
@@ -81,7 +64,7 @@ _MAX_ELEMENTS_PER_PROGRAM = 1 << 14
 """Maximum number of elements of a row that one program checks for NaN; several programs share a longer row."""
 
 
-class TritonKernels(KernelSet):
+class TritonKernels(FusedBlocks):
     """Kernels in Triton for one device.
 
     ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
@@ -92,8 +75,7 @@ class TritonKernels(KernelSet):
     computes float32 products.
 
     The methods decide which kernel computes a call. The parts hold the state of these decisions: ``tiles`` the tile
-    configurations, ``dense``, ``quantized``, ``attention`` and ``mixtures`` the launches that need them, and ``fused`` the
-    pieces of blocks.
+    configurations, and ``dense``, ``quantized``, ``attention`` and ``mixtures`` the launches that need them.
     """
 
     name = "triton"
@@ -122,12 +104,11 @@ class TritonKernels(KernelSet):
             self.name = f"triton, {tuned}"
 
     def _compose(self, tiles: TileSelection, prompts: PromptAttention) -> None:
-        """Create the parts that depend on the layer's shape: products, attention, experts and fused blocks."""
+        """Create the parts that depend on the layer's shape: products and attention."""
         self.tiles = tiles
         self.dense = DenseProducts(self, tiles)
         self.quantized = QuantizedProducts(self, tiles)
         self.attention = CacheAttention(self, tiles, self.quantized, prompts)
-        self.fused = FusedBlocks(self, self.dense, self.quantized, self.attention)
 
     def is_native(self, name: str, block: object = None) -> bool:
         """Return False also for a block with weights of 32 or 64 bits, whose products torch's library computes."""
@@ -206,8 +187,8 @@ class TritonKernels(KernelSet):
         """Multiply with Triton's kernel if it was measured to be faster than the library's for this weight shape and token
         count.
         """
-        for config_list in self.dense.uncompiled("linear", x, weight):
-            _TRITON.linear.triton(first_rows(x), weight, bias, config_list, self.pdl)
+        for count in self.dense.samples("linear", x, weight, bias is None):
+            self.linear(rows_like(x, count), weight, bias)
         config = self.dense.matmul_config("linear", x, weight)
         if config is None:
             return super().linear(x, weight, bias)
@@ -320,11 +301,10 @@ class TritonKernels(KernelSet):
         if not has_kernel(k_cache) or sources.shape[0] > _MAX_MOVES:
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
-        if self.tiles.scope.must_compile(("move_cache", k_cache.dtype, k_cache.stride(1))):
-            for count in (1 << exponent for exponent in range(_MAX_MOVES.bit_length())):
-                reserved = torch.zeros(count, dtype=sources.dtype, device=sources.device)
-                with compile_only():
-                    _TRITON.move_cache.triton(k_cache, v_cache, reserved, reserved, self.pdl)
+        powers = (1 << exponent for exponent in range(_MAX_MOVES.bit_length()))
+        for count in self.tiles.scope.each(("move_cache", k_cache.dtype, k_cache.stride(1)), powers):
+            reserved = torch.zeros(count, dtype=sources.dtype, device=sources.device)
+            _TRITON.move_cache.triton(k_cache, v_cache, reserved, reserved, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -392,10 +372,9 @@ class TritonKernels(KernelSet):
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)
-        if self.tiles.scope.must_compile(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
-            for sample in self.mixtures.samples(x, weights, chosen, gate_up.shape[0]):
-                with compile_only():
-                    self.mixtures.launch_experts(*sample, gate_up, down)
+        samples = self.mixtures.samples(x, weights, chosen, gate_up.shape[0])
+        for sample in self.tiles.scope.each(("experts", x.dtype, gate_up.shape, chosen.shape[1]), samples):
+            self.mixtures.launch_experts(*sample, gate_up, down)
         return self.mixtures.launch_experts(x, weights, chosen, gate_up, down)
 
     def experts_quantized(
@@ -410,10 +389,9 @@ class TritonKernels(KernelSet):
         if None in plans or not is_half or not has_kernel(x, weights, gate_up.scales):
             return super().experts_quantized(x, weights, chosen, gate_up, down)
         first, second = (each for each in plans if each is not None)
-        if self.tiles.scope.must_compile(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
-            for sample in self.mixtures.samples(x, weights, chosen, down.shape[0] // x.shape[1]):
-                with compile_only():
-                    self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second)
+        key = "experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1]
+        for sample in self.tiles.scope.each(key, self.mixtures.samples(x, weights, chosen, down.shape[0] // x.shape[1])):
+            self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second)
         return self.mixtures.launch_quantized_experts(x, weights, chosen, gate_up, down, first, second)
 
     def short_convolution(
@@ -456,62 +434,9 @@ class TritonKernels(KernelSet):
             return super().gated_rms_norm(x, gate, weight, eps)
         return _TRITON.gated_rms_norm.triton(x, gate, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
-    # -- blocks ----------------------------------------------------------------------------------------------------
-
-    def attention_block(
-        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
-    ) -> ResidualStream:
-        """Fuse norm, product and rotation where configurations allow it, and defer the output product."""
-        q, gate = self.fused.queries(x, block, tokens)
-        scaled = block.gated or block.output_scales is not None or block.ranks.reduces
-        if isinstance(block.output, QuantizedWeight) and not scaled:
-            operands = continued_queries(self, q, tokens), *tokens.rotary[2:4], tokens.attention
-            pending: Contribution = DeferredAttention(self, self.quantized, operands, block, block.output, attend)
-        else:
-            deferred = None
-            if gate is not None and self.fused.defers_gate(block, tokens.rows):
-                deferred, gate = HeadGate(gate.unflatten(1, q.shape[1:])), None
-            attended = attended_rows(self, q, gate, block, tokens, attend or self.paged_attention)
-            pending = self.fused.contribution(attended, block.output, block.output_bias, block.ranks, deferred)
-        return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
-
-    def mlp_block(self, x: ResidualStream, block: MlpBlock) -> ResidualStream:
-        """Fuse norm, gate and up product and activation where configurations allow it, and defer the down product."""
-        pending, gate_up, bias = x.pending, block.gate_up, block.gate_up_bias
-        norm, down = (x.rows, block.norm, block.eps), (block.down, block.down_bias)
-        if block.ranks.reduces:
-            normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
-            value = linear(self, self.fused.gated_product(normed, gate_up, bias), *down)
-            made: Contribution = Computed(self, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
-        elif isinstance(pending, DeferredAttention) and isinstance(gate_up, QuantizedWeight):
-            made = self.fused.attended_mlp(pending, x, block, gate_up)
-        elif isinstance(pending, DeferredProduct) and isinstance(gate_up, Tensor):
-            made = self.fused.contribution(self.dense.norm_linear_silu_mul(pending.product, *norm, gate_up, bias), *down)
-        elif isinstance(pending, DeferredQuantized) and isinstance(gate_up, QuantizedWeight):
-            both = self.quantized.norm_linear_quantized(pending.product, *norm, gate_up, bias)
-            made = self.fused.down_product(both, block)
-        else:
-            made = self.fused.contribution(self.fused.gated_product(x.norm(block.norm, block.eps), gate_up, bias), *down)
-        return ResidualStream(x.kernels, x.rows, made)
-
-    def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:
-        """Mix the experts; the gate and up product of a shared expert applies the activation itself."""
-        return experts_stream(self, x, block, self.fused.mlp)
-
-    def _add_gated(self, value: Tensor, result: Tensor, x: Tensor, gate: Weight) -> None:
-        """Multiply a shared expert's gate, apply the gate and add the expert's result in one kernel."""
-        if isinstance(gate, Tensor) and has_kernel(x):
-            _TRITON.add_gated.triton(value, result, x, gate, self.pdl)
-        else:
-            super()._add_gated(value, result, x, gate)
-
-    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
-        """Compose the recurrent block of its kernels, and defer the output product until the next norm."""
-        heads, values = recurrent_heads(self, self.fused.projections(x, block), block, tokens)
-        gate = HeadGate(values, block.rule.norm, block.eps) if self.fused.defers_gate(block, tokens.rows) else None
-        rows = gated_heads(self, heads, values, block, tokens) if gate is None else heads.flatten(1)
-        pending = self.fused.contribution(rows, block.output, block.output_bias, block.ranks, gate)
-        return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
+    # A class that overrides primitives states its blocks, too.
+    attention_block, mlp_block = FusedBlocks.attention_block, FusedBlocks.mlp_block
+    experts_block, recurrent_block = FusedBlocks.experts_block, FusedBlocks.recurrent_block
 
     # -- selection of tokens ---------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import wraps
 from threading import Thread
 from typing import Any
 
@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime import cache
 
-from outrider.device.kernels.operators import define_operator, register_operator
+from outrider.device.kernels.operators import define_operator
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
-register = partial(register_operator, _LIBRARY)
-"""Register an operator in this package's torch library, by its schema and its implementation."""
 _ahead = ContextVar("outrider_triton_ahead", default=False)
 _zeroed = ContextVar("outrider_triton_zeroed", default=False)
 _UNINITIALIZED = frozenset({torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty})

@@ -4,6 +4,7 @@ Prints their names. ``some``: only one kernel of each kind (`SOME`); the names o
 """
 
 import sys
+from functools import partial
 
 import triton
 from compiled_order import (
@@ -226,16 +227,8 @@ KERNELS = [
         {**PRODUCT, "descriptor": None, "SPLIT": 2, "EVEN": False},
     ),
     (matmul.linear_silu_mul, {"k": "i32"}, {**PRODUCT, "squares": None, "SHARES": 1}),
-    (
-        fused.linear_add,
-        {"k": "i32", "norm": HALF, "scaled": HALF},
-        {**PRODUCT, "descriptor": None},
-    ),
-    (
-        fused.linear_add,
-        {"k": "i32", "scaled": HALF},
-        {**PRODUCT, "descriptor": None, "norm": None},
-    ),
+    (fused.linear_add, {"k": "i32", "norm": HALF, "scaled": HALF}, PRODUCT),
+    (fused.linear_add, {"k": "i32", "scaled": HALF}, {**PRODUCT, "norm": None}),
     (matmul.linear_silu_mul, {"k": "i32", "eps": "fp32"}, {**PRODUCT, "SHARES": 128}),
     (fused.linear_rope_write_cache, {"k": "i32"}, {**PRODUCT, "SHARES": 128, "HALF": 64}),
     (
@@ -358,16 +351,13 @@ STREAMED = [
 ]
 """For devices with a copy engine alone."""
 GATES = {"bias": None, "STEPS": 8, "BLOCK_K": 64}
-PLACED = {"STEPS": 8, "BLOCK_K": 64, "STAGES": 4, "TOKEN_STAGES": 5, "REGISTERS": 168}
+PLACED = {"STEPS": 8, "BLOCK_K": 64, "STAGES": 4, "TOKEN_STAGES": 5}
 TALL = [
     (large_m_gates.tall_silu_mul, {}, {**GATES, "GROUPS": 2, "BLOCK_M": 128, "STAGES": 4, "TOKEN_STAGES": 5}),
     (large_m_gates.tall_silu_mul, {}, {**GATES, "GROUPS": 1, "BLOCK_M": 64, "STAGES": 8, "TOKEN_STAGES": 10}),
 ]
 OF_PLACES = {"expert_of": LONG, "used": LONG}
-TALL_EXPERTS = [
-    (expert_tiles.tall_experts, OF_PLACES, {**PLACED, "GROUPS": groups, "GATED": gated, "BLOCK_M": tokens})
-    for groups, gated, tokens in ((1, True, 16), (1, False, 64), (2, True, 128), (2, False, 128))
-]
+TALL_EXPERTS = [(expert_tiles.tall_experts, OF_PLACES, {**PLACED, "GATED": gated, "BLOCK_M": 128}) for gated in (True, False)]
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
     (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "ROWS": 1}),
@@ -418,97 +408,66 @@ def main() -> None:
             check_sizes_of_one(ASTSource, kernel, types, {**constants, "PDL": True}, target)
         print(kernel.__name__, flush=True)
     if (backend, architecture) == ("cuda", "90"):
+        compile_for_hopper(target, some)
+
+
+def compile_for_hopper(target, some):
+    """Kernels that the copy engine brings operands, with the order of their accesses."""
+    if not some:
         ends = dict.fromkeys(("keys", "values"), "tensordesc<bf16[64,128]>")
         constants = {**PROMPT, "DESCRIPTOR": True, "PDL": True}
-        if not some:
-            made = compiled(ASTSource, prefill_attention.prompt_attention, {"tokens": "i32", **ends}, constants, target)
-            assert "cp.async.bulk.tensor" in made.asm["ptx"]
-            assert "cp.async.cg" not in made.asm["ptx"]
-        for kernel, types, constants in STREAMED:
-            if some and (kernel.__name__ not in SOME or "norm" in constants):
-                print(f"({kernel.__name__})")
-                continue
-            ends = {"x": descriptor(8, 128), "w": descriptor(16, 128)}
-            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            check_order_of_both(kernel.__name__, made.asm["ptx"])
-            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            print(kernel.__name__, flush=True)
-        for kernel, types, constants in TALL:
-            if some:
-                print(f"({kernel.__name__})")
-                continue
-            ends = {"x": descriptor(constants["BLOCK_M"], 64), "w": descriptor(16, 64)}
-            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            check_order_of_groups(kernel.__name__, made.asm["ptx"], constants["GROUPS"])
-            assert one_by_one(made) is False, kernel.__name__
-            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            print(kernel.__name__, flush=True)
-        for kernel, types, constants in TALL_EXPERTS:
-            if some:
-                print(f"({kernel.__name__})")
-                continue
-            ends = {"x": descriptor(constants["BLOCK_M"], 64), "w": descriptor(64 * constants["GROUPS"], 64)}
-            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            check_order_of_tiles(kernel.__name__, made.asm["ptx"], constants["GROUPS"])
-            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            assert one_by_one(made) is False, kernel.__name__
-            print(kernel.__name__, flush=True)
-        if not some:
-            compile_e4m3(target)
-        compile_shares(target, some)
-        for kernel, types, constants in IN_PLANES:
-            if some:
-                print(f"({kernel.__name__})")
-                continue
-            box = 8 if constants["HALF"] else 16
-            if constants["GATED"]:
-                ends = {"w": descriptor(box, 256, "i8"), "scales": WIDE}
-            else:
-                ends = {"x": descriptor(16, 256, "i8"), "w": descriptor(box, 128, "i8"), "scales": WIDE}
-            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            check_order_beside_a_weight(kernel.__name__, made.asm["ptx"], groups=constants["GROUPS"] * constants["GATED"])
-            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            print(kernel.__name__, flush=True)
-        for kernel, types, constants in PAGED:
-            if some:
-                print(f"({kernel.__name__})")
-                continue
-            ends = {"k_cache": descriptor(16, 128), "v_cache": descriptor(16, 128)}
-            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            check_order_beside_pages(kernel.__name__, made.asm["ptx"], settled=constants["SETTLED"])
-            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-            print(kernel.__name__, flush=True)
-
-
-def compile_e4m3(target):
-    """Streamed products with both operands in e4m3."""
-    for kernel, types, constants in STREAMED_E4M3:
-        ends = {"x": descriptor(8, 128, "fp8e4nv"), "w": descriptor(16, 128, "fp8e4nv")}
-        made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
-        check_order_of_both(kernel.__name__, made.asm["ptx"], late=True)
-        assert ".e4m3.e4m3" in made.asm["ptx"]
-        assert one_by_one(made) is False, kernel.__name__
+        made = compiled(ASTSource, prefill_attention.prompt_attention, {"tokens": "i32", **ends}, constants, target)
+        assert "cp.async.bulk.tensor" in made.asm["ptx"]
+        assert "cp.async.cg" not in made.asm["ptx"]
+        constants = {"STEPS": 20, "BLOCK_M": 128, "TOKENS": 16, "PDL": True}
+        made = compiled(ASTSource, scaled_blocks.add_shared_tiles, {}, constants, target)
+        check_order("add_shared_tiles", made.asm["ptx"], settled=False)
+        check_sizes_of_one(ASTSource, scaled_blocks.add_shared_tiles, {}, constants, target)
+    print("(add_shared_tiles)" if some else "add_shared_tiles")
+    for (kernel, types, constants), check, independent, options in streamed_kernels():
+        if some and (kernel.__name__ not in SOME or "norm" in constants):
+            print(f"({kernel.__name__})")
+            continue
+        constants = {**constants, "PDL": True}
+        made = compiled(GluonASTSource, kernel, types, constants, target, **options)
+        check(kernel.__name__, made.asm["ptx"])
+        assert not independent or one_by_one(made) is False, kernel.__name__
+        assert ".e4m3.e4m3" in made.asm["ptx"] or "fp8e4nv" not in types.get("w", "")
+        check_sizes_of_one(GluonASTSource, kernel, types, constants, target)
         print(kernel.__name__, flush=True)
 
 
-def compile_shares(target, some):
-    """Products in shares of units, with both numbers of tokens, and the kernel that adds up the parts of shared tiles."""
-    kernel, add = scaled_blocks.multiply_scaled_blocks, scaled_blocks.add_shared_tiles
-    if some:
-        print(f"({kernel.__name__})", f"({add.__name__})", sep="\n")
-        return
-    constants = {"STEPS": 20, "BLOCK_M": 128, "TOKENS": 16, "PDL": True}
-    check_order(add.__name__, compiled(ASTSource, add, {}, constants, target).asm["ptx"], settled=False)
-    check_sizes_of_one(ASTSource, add, {}, constants, target)
-    for tokens, stages in ((64, 4), (128, 3)):
+def streamed_kernels():
+    """Each with its descriptors, the check of its order, whether its products are independent, and options."""
+    for kernel, types, constants in STREAMED:
+        ends = {"x": descriptor(8, 128), "w": descriptor(16, 128)}
+        yield (kernel, {**types, **ends}, constants), check_order_of_both, False, {}
+    for kernel, types, constants in TALL:
+        ends = {"x": descriptor(constants["BLOCK_M"], 64), "w": descriptor(16, 64)}
+        check = partial(check_order_of_groups, groups=constants["GROUPS"])
+        yield (kernel, {**types, **ends}, constants), check, True, {}
+    check_two = partial(check_order_of_tiles, groups=2)
+    for kernel, types, constants in TALL_EXPERTS:
+        ends = {"x": descriptor(constants["BLOCK_M"], 64), "w": descriptor(128, 64)}
+        yield (kernel, {**types, **ends}, constants), check_two, True, {}
+    for kernel, types, constants in STREAMED_E4M3:
+        ends = {"x": descriptor(8, 128, "fp8e4nv"), "w": descriptor(16, 128, "fp8e4nv")}
+        yield (kernel, {**types, **ends}, constants), partial(check_order_of_both, late=True), True, {}
+    for tokens, stages in ((64, 4), (128, 3)):  # products in shares of units
         types = {**BY_ROW, "scales": HALF, "x": descriptor(tokens, 128, "fp8e4nv"), "w": descriptor(128, 128, "fp8e4nv")}
         types["out"] = descriptor(64, tokens)
-        constants = {"STEPS": 20, "STAGES": stages, "PDL": True}
-        made = compiled(GluonASTSource, kernel, types, constants, target, aligned=("parts",), maxnreg=128)
-        check_order_of_tiles(kernel.__name__, made.asm["ptx"], 2)
-        assert ".e4m3.e4m3" in made.asm["ptx"]
-        assert one_by_one(made) is False, kernel.__name__
-    print(kernel.__name__, add.__name__, sep="\n", flush=True)
+        made = scaled_blocks.multiply_scaled_blocks, types, {"STEPS": 20, "STAGES": stages}
+        yield made, check_two, True, {"aligned": ("parts",), "maxnreg": 128}
+    for kernel, types, constants in IN_PLANES:
+        box, gated = 8 if constants["HALF"] else 16, constants["GATED"]
+        ends = {"w": descriptor(box, 256 if gated else 128, "i8"), "scales": WIDE}
+        ends |= {} if gated else {"x": descriptor(16, 256, "i8")}
+        check = partial(check_order_beside_a_weight, groups=constants["GROUPS"] * gated)
+        yield (kernel, {**types, **ends}, constants), check, False, {}
+    for kernel, types, constants in PAGED:
+        ends = {"k_cache": descriptor(16, 128), "v_cache": descriptor(16, 128)}
+        check = partial(check_order_beside_pages, settled=constants["SETTLED"])
+        yield (kernel, {**types, **ends}, constants), check, False, {}
 
 
 def compiled(source, kernel, types, given, target, *, warps=4, stages=3, aligned=(), **options):

@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,12 +37,11 @@ from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import nibble_planes, nibble_planes_streamed
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.nibble_planes import computes_swiglu
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     attention_bytes,
-    can_read_before_wait,
     derive_attention_launch,
     streamed_attention_bytes,
 )
@@ -77,8 +75,8 @@ def chosen(facts, shapes):
             for page in (0, 16):
                 heads = AttentionHeads(group=group, kv_heads=kv_heads, size=shape.head_size, bytes=item, page=page)
                 made = derive_attention_launch(facts, heads, batch=batch, max_query=width, max_kv=cached, tuned=None)
-                block = replace(made, split=min(made.split, 16)).as_list()
-                found.setdefault(("attention", tuple(block), item), heads)
+                block = made._replace(split=min(made.split, 16))
+                found.setdefault(("attention", block, item), heads)
     return found
 
 
@@ -116,8 +114,8 @@ def product(facts, operator, config, even, k, half, target):
         "linear_parts": (matmul.linear, {**plain, "SPLIT": config.split}, {"out": WIDE} if config.split > 1 else {}),
         "linear_silu_mul": (matmul.linear_silu_mul, {"squares": None, "SHARES": 1}, {}),
         "scaled_silu_mul": (matmul.linear_silu_mul, {"SHARES": 128}, {"eps": "fp32"}),
-        "linear_add": (fused.linear_add, {**plain, "norm": None}, {"scaled": HALF}),
-        "linear_add_scaled": (fused.linear_add, plain, {"norm": HALF, "scaled": HALF}),
+        "linear_add": (fused.linear_add, {"norm": None}, {"scaled": HALF}),
+        "linear_add_scaled": (fused.linear_add, {}, {"norm": HALF, "scaled": HALF}),
         "linear_rope": (fused.linear_rope_write_cache, {"SHARES": 128, "HALF": half}, {}),
     }[operator]
     aligned = [name for name in ALIGNED if name in kernel.arg_names]
@@ -271,7 +269,7 @@ def measured(facts, key, beside, target):
         way, stored, half = beside
         return quantized_product(facts, *key[1:], way, half, target), shared_bytes(facts, key[4], key[1], stored)
     if key[0] == "attention":
-        settled = facts.pdl and can_read_before_wait(key[1])
+        settled = facts.pdl and key[1].can_read_before_wait
         made = looked_back(facts, key[1], key[2], beside, target, settled=settled)
         return made, bytes_of_attention(facts, beside, key[1])
     operator, config, even = key

@@ -27,7 +27,7 @@ from outrider.device.kernels.weight_formats import weight_format
 from outrider_triton.launch import compile_only
 from outrider_triton.quantized import nibble_planes as nibble_plane_ops  # noqa: F401  (registers the operator)
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, permute_rows, row_layout
-from outrider_triton.quantized.operators import ProductPlan
+from outrider_triton.quantized.plan import ProductPlan
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import _streamed_nibbles, rank_configs, shared_bytes
 from outrider_triton.tiles.facts import facts_of

@@ -16,81 +16,18 @@ PACKAGE = Path(__file__).resolve().parents[2] / "kernels" / "outrider_triton"
 
 
 def kernels(streamed):
-    """Kernels by their decorators; those whose name begins with an underscore, or that a kernel calls, are helpers."""
-    helpers = {
-        "begin",
-        "begin_late",
-        "allow_next_kernel",
-        "wait_for_previous_kernel",
-        "prefetch_rows",
-        "prefetch_lines",
-        "norm",
-        "add_row",
-        "swiglu",
-        "own_pairs",
-        "sum_of_products",
-        "place_in_planes",
-        "numbers_of_plane",
-        "bytes_of_half",
-        "store_in_planes",
-        "grain_and_times",
-        "lay_gated",
-        "nearest_whole",
-        "rows_and_tokens",
-        "sum_of_tiles",
-        "sums_of_gates",
-        "load_squares",
-        "inverse_rms",
-        "program_share",
-        "empty_sums",
-        "store_rows",
-        "store_sums",
-        "sequence_of",
-        "cache_positions",
-        "keys_and_values",
-        "visible_positions",
-        "zero_padding",
-        "load_queries",
-        "attend",
-        "chunk_start",
-        "first_chunk",
-        "prefetch_gates",
-        "make_pipelines",
-        "tile_sums",
-        "store_tile",
-        "load_angles",
-        "write_rotated",
-        "as_cached",
-        "nearest_e4m3",
-        "uniforms",
-        "gumbel",
-        "silu",
-        "log_decay",
-        "load_kept",
-        "load_pending",
-        "load_update",
-        "apply_update",
-        "load_token",
-        "gated_norm",
-        "sigmoid_product",
-        "load_normalized",
-        "between_tokens",
-        "inverse_of_triangle",
-    }
-    rings = {
-        "streamed.py",
-        "nibble_planes_streamed.py",
-        "nibble_planes_gated.py",
-        "large_m_gates.py",
-        "large_m.py",
-        "paged_streamed.py",
-        "scaled_blocks.py",
-    }
-    apart = {"tma_pipeline.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine
-    files = [*PACKAGE.rglob("jit/*.py"), *PACKAGE.rglob("jit.py")]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files if path.name not in apart]
-    made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
-    return {name for name in made if not name.startswith("_")} - helpers
+    """Kernels by their decorators; those whose name begins with an underscore, or that another one calls, are helpers.
+
+    Without ``streamed``, only those of files that need no copy engine.
+    """
+    made, used = set(), set()
+    for path in PACKAGE.rglob("jit/*.py"):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                made |= {node.name} if streamed or "import gluon" not in source else set()
+                used |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return {name for name in made if not name.startswith("_")} - used
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from kernels.devices import DEVICES
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.launch import power_of_two
-from outrider_triton.quantized.operators import ProductPlan, plan
+from outrider_triton.quantized.plan import ProductPlan, plan
 from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import (
     candidate_configs,

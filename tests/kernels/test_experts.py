@@ -14,8 +14,10 @@ from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.model.config.shapes import SHAPES
 from outrider.model.quantization.loading import to_device
+from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, placed_pairs, sorted_pairs, sum_expert_rows
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import LARGE_M, MatmulConfig
 from outrider_triton.tiles.derive.products import shared_bytes
 
@@ -231,6 +233,18 @@ def test_what_is_derived_fits(name, shape):
             assert cut.block_m >= (size or tokens)
             assert not cut.rows_per_program
             assert cut.split == 1
+
+
+def test_experts_in_e4m3_with_scales_of_blocks_have_a_configuration_for_any_number_of_tokens():
+    """Also for as many as a single product has in shares of units."""
+    facts, blocks = DEVICES["H100"], {"rows": 128, "columns": 128, "activation_group": 128}
+    way = WeightFormat(elements=FP8, activations=FP8, **blocks)
+    weight = way.random_weight(256, 2048, device=torch.device("cpu"))
+    stored = plan(facts, weight, planes=False).stored("fp8")
+    assert stored.shares_units
+    for tokens in (1, 32, 33, 400, 2048, 9000):
+        made = ExpertProducts(facts)._configs(tokens, 8, (128, 768, 2048), ("linear_parts", "linear_parts"), (stored, stored))
+        assert all(cut.descriptor == 0 for cut in made[1:])
 
 
 QUANTIZED = {

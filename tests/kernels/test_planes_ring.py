@@ -10,16 +10,15 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.test_numerics import close
 from outrider.device import KernelSet, RotaryArgs
 from outrider.device.kernels.weight_formats import weight_format
-from outrider_triton.products import streamed
+from outrider_triton.quantized import nibble_planes
 from outrider_triton.quantized.jit import nibble_planes_streamed
 from outrider_triton.quantized.nibble_planes import (
     INT8_COMPONENTS,
     allocate_rows,
-    component_views,
     computes_swiglu,
     permute_rows,
 )
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.facts import facts_of
 
@@ -44,7 +43,7 @@ def said(monkeypatch):
     def launched(kernel, grid, *arguments, pdl, warps, maxnreg, **settings):
         found.update(dict(zip(kernel.arg_names, arguments, strict=False)), PDL=pdl, grid=grid, warps=warps, **settings)
 
-    monkeypatch.setattr(streamed, "launch", launched)
+    monkeypatch.setattr(nibble_planes, "launch", launched)
     return found
 
 
@@ -55,7 +54,7 @@ def test_each_operand_goes_where_the_kernel_has_it(config, said):
     weight, x = weight_of(1000, 1024, torch.device("cpu")), torch.zeros(m, 1024, dtype=torch.bfloat16)
     out = torch.empty(made.split, m, 1000)
     rows, grains = allocate_rows(x, x.shape, INT8_COMPONENTS)
-    streamed.multiply_planes(rows.view(2 * m, -1)[:, :1024], grains, weight.data, weight.scales, None, out, made, True)
+    nibble_planes.launch_planes(rows.view(2 * m, -1)[:, :1024], grains, weight.data, weight.scales, None, out, made, True)
     assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
     assert (said["grid"], said["warps"]) == ((-(-1000 // made.rows_per_program), made.split), 4)
     assert (said["m"], said["n"], said["groups"], said["rows_per_program"]) == (m, 1000, 8, made.rows_per_program)
@@ -85,8 +84,8 @@ ACTIVATING = [
 @pytest.mark.parametrize("config", ACTIVATING, ids=str)
 def test_gate_and_up_of_one_token_go_to_the_product(config, said):
     made, weight = MatmulConfig(*config), weight_of(1000, 2048, torch.device("cpu"))
-    both, out = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.empty(made.split, 1, 1000)
-    streamed.multiply_gated_planes(both, weight.data, weight.scales, None, out, made, True)
+    both, gated = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.ops.outrider.linear_quantized.triton_gated_planes
+    gated(both, weight.data, weight.scales, None, config, True)
     assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
     assert (said["grid"], said["m"], said["GATED"]) == ((-(-1000 // made.rows_per_program), made.split), 1, True)
     assert said["steps"] == said["STEPS"] == 2048 // made.split // 512
@@ -95,7 +94,7 @@ def test_gate_and_up_of_one_token_go_to_the_product(config, said):
     two = torch.zeros(2, 4096, dtype=torch.bfloat16)
     for wrong in (two, both[:, 1:], both[:, :2048]):
         with pytest.raises(RuntimeError, match="expected one row of 4096 that begins at a multiple of 16 bytes"):
-            streamed.multiply_gated_planes(wrong, weight.data, weight.scales, None, out, made, True)
+            gated(wrong, weight.data, weight.scales, None, config, True)
 
 
 def test_which_products_take_gate_and_up():
@@ -146,7 +145,7 @@ def test_what_a_product_gates_itself_has_the_bits_of_two_kernels(dtype, n, confi
 def test_a_cut_that_cannot_be_is_refused(config):
     weight, x = weight_of(64, 1024, torch.device("cpu")), torch.zeros(10, 1024, dtype=torch.int8)
     with pytest.raises(RuntimeError, match="can't be tiled"):
-        streamed.multiply_planes(x, x, weight.data, weight.scales, None, x, MatmulConfig(*config), True)
+        nibble_planes.launch_planes(x, x, weight.data, weight.scales, None, x, MatmulConfig(*config), True)
 
 
 TURNING = [[4, 8, 1024, 1, 8, 2, 512, STREAMED, 24], [8, 8, 1024, 1, 4, 3, 256, STREAMED, 40]]
@@ -159,7 +158,8 @@ def test_what_turns_goes_where_the_kernel_has_it(config, said):
     rows, _ = allocate_rows(q, (m, 1024), INT8_COMPONENTS)
     weight = weight_of((heads + 2 * kv_heads) * size, 1024, torch.device("cpu"))
     made = MatmulConfig(*config)
-    streamed.rope_write_cache_planes(*component_views(rows, 1024), weight.data, weight.scales, None, rotary, q, made, True)
+    turned = torch.ops.outrider.rope_write_cache.triton_linear_planes
+    q = turned(rows, weight.data, weight.scales, None, q.dtype, *rotary, config, True)
     assert set(said) - {"grid", "warps"} == set(nibble_planes_streamed.streamed_planes.arg_names)
     assert said["grid"] == (-(-320 // made.rows_per_program), 1)
     assert (said["HALF"], said["TILES"], said["heads"], said["kv_heads"]) == (
@@ -168,7 +168,7 @@ def test_what_turns_goes_where_the_kernel_has_it(config, said):
         heads,
         kv_heads,
     )
-    assert [said[name] for name in ("cos", "sin", "k_cache", "v_cache", "slots")] == list(rotary)
+    assert all(said[name] is each for name, each in zip(("cos", "sin", "k_cache", "v_cache", "slots"), rotary, strict=True))
     assert (said["angles_token"], said["cache_slot"], said["cache_head"]) == (size, kv_heads * size, size)
     assert said["out"] is q
     assert said["w"].block_shape == [8, made.prefetch_columns // 2]
@@ -197,8 +197,8 @@ def test_a_cut_that_cannot_turn_is_refused(config, size):
     rows, _ = allocate_rows(q, (3, 1024), INT8_COMPONENTS)
     weight = weight_of(8 * size, 1024, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="can't be tiled"):
-        streamed.rope_write_cache_planes(
-            *component_views(rows, 1024), weight.data, weight.scales, None, rotary, q, MatmulConfig(*config), True
+        torch.ops.outrider.rope_write_cache.triton_linear_planes(
+            rows, weight.data, weight.scales, None, q.dtype, *rotary, config, True
         )
 
 

@@ -93,16 +93,14 @@ def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch, device):
         return attention._by_pages(given) * 3
 
     own = {"pages": attention._by_pages, "slow": attention._by_pages, "wrong": wrong, "broken": broken}
-    monkeypatch.setattr(
-        attention, "_candidates", lambda _: tuple(prefill_attention.PrefillAttentionCandidate(*each) for each in own.items())
-    )
+    monkeypatch.setattr(attention, "_candidates", lambda _: own)
     monkeypatch.setattr(prefill_attention.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
     times = iter([3.0, 2.0, 1.0, 2.0])
     monkeypatch.setattr(prefill_attention, "_milliseconds", lambda *_: next(times))
     given = operands(device=device)
     attention.measure(given)
-    assert attention._choice(given).name == "pages"
-    assert attention._choice(operands(new=(70,))).name == "slow"
+    assert attention._choice(given) == "pages"
+    assert attention._choice(operands(new=(70,))) == "slow"
     said = attention.reports
     assert said["attention over 128 new tokens"] == "slow (us: slow 2000, pages 3000)"
     assert said["attention by broken"] == "not used: ValueError: no such symbol"
@@ -113,8 +111,8 @@ def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch, device):
 def test_context_of_a_graph_isnt_copied():
     """How much there is to copy isn't known then."""
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
-    assert {each.name for each in attention._candidates(operands())} >= {"pages", "copy"}
-    assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
+    assert attention._candidates(operands()).keys() >= {"pages", "copy"}
+    assert list(attention._candidates(operands(host=False))) == ["pages"]
 
 
 def test_chunks_of_a_graph_are_copied_if_they_have_no_context(monkeypatch, device):
@@ -139,10 +137,10 @@ def test_chunks_of_a_graph_are_copied_if_they_have_no_context(monkeypatch, devic
     for dtype, names in ((torch.float16, ["pages", "copy"]), (torch.bfloat16, ["fa3-fwd"])):
         call = prefill_attention.PrefillOperands(*(x.to(device, dtype) for x in (q, *caches)), bounds, 0.3, 0)
         assert call.copied_rows == operators.copied_rows(65, 4)
-        found = [each for each in attention._candidates(call) if each.name in names]
-        assert [each.name for each in found] == names
-        for candidate in found:
-            attended = candidate.attend(call).double().cpu()
+        found = {name: attend for name, attend in attention._candidates(call).items() if name in names}
+        assert list(found) == names
+        for attend in found.values():
+            attended = attend(call).double().cpu()
             assert not attended[tokens:].any()
             torch.testing.assert_close(attended[:tokens], wanted, rtol=0.03, atol=0.03)
 
@@ -190,7 +188,7 @@ def test_long_prompts_are_a_library_call_each(monkeypatch, device):
         ((90, 70), (300, 0), True),
     ):
         given = operands(new=new, context=context, device=device)
-        assert ("torch's cuDNN" in {each.name for each in attention._candidates(given)}) is serves
+        assert ("torch's cuDNN" in attention._candidates(given)) is serves
         if serves:
             made = attention._by_cudnn(given)
             wide = (x.double() for x in (given.q, given.k_cache, given.v_cache))
@@ -214,7 +212,7 @@ def test_what_a_library_says_of_its_sums_is_checked(monkeypatch, base, device):
     monkeypatch.setattr(prefill_attention.operators, "SEQUENCE_BOUNDS", (1, 16, 256))
     attention.measure(operands(new=(100,), context=(0,), device=device))
     later = operands(new=(90,), context=(150,))
-    assert ("torch's cuDNN" in {each.name for each in attention._candidates(later)}) is (base == math.e)
+    assert ("torch's cuDNN" in attention._candidates(later)) is (base == math.e)
     assert ("attention by torch's cuDNN over context" in attention.reports) is (base != math.e)
 
 
@@ -263,14 +261,15 @@ def started(monkeypatch, tmp_path):
                 ran.append(name)
                 return torch.full_like(given.q, 3.0 if name in broken else 1.0)
 
-            return prefill_attention.PrefillAttentionCandidate(name, attend, alone=name in alone)
+            return attend
 
+        monkeypatch.setattr(prefill_attention, "_PARTIAL_CANDIDATES", frozenset(alone))
         monkeypatch.setattr(attention, "_by_pages", lambda given: torch.ones_like(given.q))
-        monkeypatch.setattr(attention, "_candidates", lambda _: tuple(candidate(name) for name in times))
+        monkeypatch.setattr(attention, "_candidates", lambda _: {name: candidate(name) for name in times})
         monkeypatch.setattr(prefill_attention, "_milliseconds", lambda module, call, busy: call() is None or times[ran[-1]])
         attention.use_store(PromptStore(tmp_path))
         attention.measure(operands(new=(new,)))
-        return SimpleNamespace(name=attention._choice(operands(new=(new,))).name, said=attention.reports, ran=ran)
+        return SimpleNamespace(name=attention._choice(operands(new=(new,))), said=attention.reports, ran=ran)
 
     return start
 

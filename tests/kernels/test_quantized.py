@@ -16,11 +16,13 @@ from outrider.device.kernels.reference.quantized import dequantize, quantize_act
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products.operands import QuantizedProduct
+from outrider_triton.quantized import activations as activation_ops
 from outrider_triton.quantized import library as library_ops
 from outrider_triton.quantized import operators as quantized_ops
+from outrider_triton.quantized import plan as plans
 from outrider_triton.quantized import products as quantized
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
-from outrider_triton.quantized.operators import ProductPlan, plan
+from outrider_triton.quantized.plan import ProductPlan, plan
 from outrider_triton.tiles.configs import MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config
 from outrider_triton.tiles.derive.quantized import OperandStorage
@@ -161,7 +163,7 @@ def test_parts_are_added(name, split, either):
 def test_the_largest_of_a_row_is_one_step_whatever_its_last_bits(group, either):
     """Over half of the range it would be either of two, as the division rounds: the same row could differ by a step."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
-    made, scales = quantized_ops.quantized_rows(x, "int8", group, None, torch.float32, either.pdl)
+    made, scales = activation_ops.quantized_rows(x, "int8", group, None, torch.float32, either.pdl)
     groups = x.view(64, -1, group or 128)
     place = groups.abs().argmax(-1, keepdim=True)
     largest, step = groups.gather(-1, place), made.view_as(groups).gather(-1, place)
@@ -325,7 +327,7 @@ def test_rounding_to_e4m3_is_torchs(either):
     x = values.half().view(1, -1)
     one = torch.ones(1)
     for format in ("fp8", "int8"):
-        made, scales = quantized_ops.quantized_rows(x, format, 0, one, torch.float32, either.pdl)
+        made, scales = activation_ops.quantized_rows(x, format, 0, one, torch.float32, either.pdl)
         wide = x.float()
         right = wide.clamp(-448, 448).to(torch.float8_e4m3fn).float() if format == "fp8" else wide.round().clamp(-128, 127)
         assert torch.equal(made, right)
@@ -335,7 +337,7 @@ def test_rounding_to_e4m3_is_torchs(either):
 def test_a_format_that_is_not_registered_runs_by_the_reference(device, monkeypatch):
     """Its values are those of the interface's registry; nothing of Triton's is called for them."""
     weight, x = drawn(WeightFormat(elements=INT8, activations=INT8), 64), normal(3, 64)
-    for module in (quantized_ops, quantized):
+    for module in (plans, quantized):
         monkeypatch.setattr(module, "TRITON_FORMATS", {})
     kernels = TritonKernels(SMALL)
     with monkeypatch.context() as patched:

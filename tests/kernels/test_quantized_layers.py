@@ -30,7 +30,7 @@ from outrider_triton.quantized import nibble_planes as nibble_plane_ops
 from outrider_triton.quantized import operators as quantized_ops
 from outrider_triton.quantized import products as quantized_product_launches
 from outrider_triton.quantized.jit.scaled_blocks import add_shared_tiles
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.quantized.products import QuantizedProducts
 from outrider_triton.tiles.configs import MatmulConfig
 
@@ -237,7 +237,7 @@ def test_heads_are_gated_and_quantised(group, normed, kernels, launched):
     """As the gate and the quantisation one after the other have it, by scales of a row, of half a head and of four heads."""
     x, values = normal(5, INNER), normal(5, SIZE + INNER, seed=8)[:, SIZE:].unflatten(1, (6, 64))
     gate = HeadGate(values, normal(64, seed=9), 1e-6) if normed else HeadGate(values)
-    rows = quantized_ops.quantized_rows(gate.apply(kernels, x), "fp8", group, None, torch.float16, kernels.pdl)
+    rows = quantized_activation_ops.quantized_rows(gate.apply(kernels, x), "fp8", group, None, torch.float16, kernels.pdl)
     made = torch.ops.outrider.gated_rms_norm.triton_quantize(x, *gate, "fp8", group, torch.float16, 0, kernels.pdl)
     for mine, its in zip(made, rows, strict=True):
         same(mine, its)
@@ -294,7 +294,7 @@ def test_attention_leaves_rows_in_planes(planes, kernels):
     *operands, metadata = attention(3, 2, padding=2)
     held = metadata.query_start, metadata.seq_lens, metadata.block_table, None, 2, CONTEXT + 2, 0.1, 0
     call = *operands, *held, False, [16, 32, 4, 1, 2, 0], kernels.pdl
-    made = torch.ops.outrider.paged_attention.triton_planes(*call, planes)
+    made = torch.ops.outrider.paged_attention.triton(*call, planes)
     plain = torch.ops.outrider.paged_attention.triton(*call)
     assert plain[-2:].eq(0).all()
     laid = nibble_plane_ops.permute_rows(plain.flatten(1), kernels.pdl, planes)
@@ -319,7 +319,7 @@ def test_rows_are_quantised_by_what_was_left_of_them(width, shares, format, kern
     maxima.scatter_reduce_(0, (torch.arange(width) % shares)[:, None].expand(-1, 6), largest.T, "amax")
     dtype = torch.float8_e4m3fn if format == "fp8" else torch.int8
     made, scales = torch.ops.outrider.quantize_by_maxima.triton(x, maxima, format, dtype, kernels.pdl)
-    right, wanted = quantized_ops.quantized_rows(x, format, 0, None, dtype, kernels.pdl)
+    right, wanted = quantized_activation_ops.quantized_rows(x, format, 0, None, dtype, kernels.pdl)
     torch.testing.assert_close(scales, wanted, rtol=0, atol=0, equal_nan=True)
     assert scales.isnan().flatten().tolist() == [False, False, True, True, False, False]
     real = [0, 1, 4, 5]  # the scale says it of the others

@@ -26,7 +26,7 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
 from outrider_triton.products import streamed
 from outrider_triton.products.operands import QuantizedProduct
-from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config
 
@@ -391,7 +391,7 @@ def test_the_norm_of_a_recurrent_block_quantises_its_rows(count, launched, kerne
     norm, rows = torch.ones(HIDDEN, dtype=torch.float32), torch.zeros(4, HIDDEN, dtype=BF16)
     pending = DeferredQuantized(kernels.quantized, QuantizedProduct(torch.zeros(4, HIDDEN, dtype=BF16), weight, None))
     block = SimpleNamespace(norm=norm, eps=1e-6, projections=(weight, small)[:count])
-    made = kernels.fused.projections(ResidualStream(kernels, rows, pending), block)
+    made = kernels._projections(ResidualStream(kernels, rows, pending), block)
     assert [each.shape for each in made] == [(4, HIDDEN), (4, 16)][:count]
     names = [name for name, _, _ in launched]
     assert names[:4] == ["quantize_rows", "streamed_linear", "add_rms_norm_quantize", "streamed_linear"]

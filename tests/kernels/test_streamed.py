@@ -258,7 +258,6 @@ def test_more_than_a_tile_is_refused_where_squares_are_left(ops):
 
 @pytest.mark.parametrize(("size", "box"), list(itertools.product((64, 80, 96, 128), (8, 16, 32))))
 def test_heads_that_no_box_fits_turn_otherwise(size, box):
-    cache = torch.zeros(1, 16, 2, size)
-    rotary = RotaryArgs(torch.zeros(1, size), torch.zeros(1, size), cache, cache, torch.zeros(1, dtype=torch.int64))
-    assert _boxes_fit_heads([8, box, 128, 1, 4, 4, 0, STREAMED, 2 * box], rotary) is (size // 2 % box == 0)
-    assert _boxes_fit_heads([16, 64, 128, 1, 4, 4, 0, 0, 24], rotary)
+    streamed_config = MatmulConfig(8, box, 128, 1, 4, 4, 0, STREAMED, 2 * box)
+    assert _boxes_fit_heads(streamed_config, size // 2) is (size // 2 % box == 0)
+    assert _boxes_fit_heads(MatmulConfig(16, 64, 128, 1, 4, 4, 0, 0, 24), size // 2)

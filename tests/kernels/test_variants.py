@@ -28,7 +28,7 @@ from outrider_triton.products import dense
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import OPERATORS, choose_config
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, ProductEntry, Table, layer_of, load
-from outrider_triton.tiles.variants import VariantScope, attention_configs, product_configs, share_counts
+from outrider_triton.tiles.variants import VariantScope, attention_configs, share_counts
 
 TINY = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
 SPLIT = MatmulConfig(16, 16, 32, 2, 4, 2, 0, 0)
@@ -91,16 +91,21 @@ def test_every_share_is_known_beforehand():
         assert {vocabulary_shares(rows, vocabulary, 132) for rows in range(1, 300)} <= set(known)
 
 
+def known_configs(kernels, operator, n, k, half=0):
+    """Configurations that samples of the scope need."""
+    counts = kernels.tiles.token_counts()
+    return {kernels.tiles.product(operator, "bfloat16", m=m, n=n, k=k, half=half) for m in counts} - {None}
+
+
 def test_every_product_is_known_beforehand():
     own, weight = TritonKernels(FACTS, table=TABLE), torch.empty(32, 64, dtype=torch.bfloat16)
     for operator, tuned in (("linear_parts", {TINY, SPLIT}), ("linear", {TINY})):
-        known = set(product_configs(FACTS, TABLE, operator, "bfloat16", n=32, k=64))
         x = torch.empty(128, 64, dtype=torch.bfloat16)
-        assert {own.dense.matmul_config(operator, x[:m], weight) for m in range(1, 129)} - {None} == known > tuned
+        made = {own.dense.matmul_config(operator, x[:m], weight) for m in range(1, 129)} - {None}
+        assert made == known_configs(own, operator, 32, 64) > tuned
     for operator, table in itertools.product(OPERATORS, (None, TABLE)):
-        known = product_configs(FACTS, table, operator, "bfloat16", n=4096, k=1024, half=64)
         made = {choose_config(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
-        assert made - {None} == set(known)
+        assert made - {None} == known_configs(TritonKernels(FACTS, table=table), operator, 4096, 1024, 64)
 
 
 def test_every_product_is_known_beforehand_in_each_layer():
@@ -115,12 +120,15 @@ def test_every_product_is_known_beforehand_in_each_layer():
     for shape, own, others in zip(shapes, BOTH, BOTH[::-1], strict=True):
         layer = kernels.for_shape(shape)
         with layer.every_variant():
-            known = [MatmulConfig(*each) for each in layer.dense.uncompiled("linear", x, weight)]
-        assert {layer.dense.matmul_config("linear", x[:m], weight) for m in range(1, 129)} - {None} == set(known)
+            counts = list(layer.dense.samples("linear", x, weight))
+        known = {layer.dense.matmul_config("linear", torch.empty(m, 64, dtype=torch.bfloat16), weight) for m in counts} - {
+            None
+        }
+        assert {layer.dense.matmul_config("linear", x[:m], weight) for m in range(1, 129)} - {None} == known
         assert own in known
         assert others not in known
     with kernels.every_variant():
-        both = [list(kernels.for_shape(shape).dense.uncompiled("linear", x, weight)) for shape in (*shapes, *shapes)]
+        both = [list(kernels.for_shape(shape).dense.samples("linear", x, weight)) for shape in (*shapes, *shapes)]
     assert [bool(each) for each in both] == [True, True, False, False]  # each once
 
 
@@ -135,7 +143,7 @@ def launched(monkeypatch):
             self.name = name
 
         def triton(self, *arguments):
-            calls.append((self.name, *(tuple(each) for each in arguments if isinstance(each, list))))
+            calls.append((self.name, *(tuple(each) for each in arguments if isinstance(each, list | tuple))))
             return getattr(real, self.name).triton(*arguments)
 
     class Namespace:
@@ -194,9 +202,9 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
         inside = run()
     for before, after in zip(outside, inside, strict=True):
         assert torch.equal(before, after)
-    known = product_configs(facts, TABLE, "linear_parts", "bfloat16", n=32, k=64)
+    known = known_configs(kernels, "linear_parts", 32, 64)
     assert {call for call in launched if call[0] == "linear_parts"} == {("linear_parts", tuple(c.as_list())) for c in known}
-    assert {TINY, SPLIT} < set(known)
+    assert {TINY, SPLIT} < known
     assert len({call for call in launched if call[0] == "paged_attention"}) >= 3
     assert set(once) <= set(launched)
     # A batch with a grammar has its logits looked at first, and none has come yet.
@@ -268,7 +276,7 @@ def test_ways_to_attend_are_listed_once_for_alike_sizes():
 
     def config(batch, queries, cached):
         asked.append((batch, queries, cached))
-        return [queries]
+        return (queries,)
 
     scope = VariantScope()
     with scope.entered():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.device import BackendLoadError, Capabilities, KernelSet, SpeculativeSync, TorchDeviceBackend, Waiter
+from outrider.device import Capabilities, KernelSet, SpeculativeSync, TorchDeviceBackend, Waiter
 
 # On MI350X and MI355X, a stream's wait for an event was measured to take longer than a host wait.
 _HOST_WAITS = frozenset({"gfx950"})
@@ -34,18 +34,9 @@ CAPABILITIES = Capabilities(
 
 def _triton(backend: RocmBackend) -> KernelSet:
     """Return Triton kernels whose tile configurations derive from device properties. They were never measured on ROCm."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        raise BackendLoadError(
-            f"backend 'rocm': kernels=triton needs Triton, which torch's ROCm builds bring along, but importing it failed: "
-            f"{error}; install triton, or choose rocm:kernels=torch"
-        ) from error
-    from outrider_triton.kernelset import TritonKernels
-    from outrider_triton.tiles.facts import facts_of
+    from outrider_triton.plugin import default_kernels
 
-    facts = facts_of(backend.module.get_device_properties(backend.device))
-    return TritonKernels(facts, device=backend.device)
+    return default_kernels(backend)
 
 
 class RocmSync(SpeculativeSync):

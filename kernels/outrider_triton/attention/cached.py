@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,17 +11,15 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, KernelSet, QuantizedWeight
 from outrider_triton.attention import operators as _attention_ops  # noqa: F401  (registers the operators)
 from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
-from outrider_triton.launch import compile_only, has_kernel, power_of_two
-from outrider_triton.products.operands import QuantizedProduct
+from outrider_triton.launch import has_kernel, power_of_two
 from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.quantized.nibble_planes import row_layout
-from outrider_triton.quantized.operators import ProductPlan
-from outrider_triton.quantized.products import NormedRows, QuantizedProducts, TokenRows
+from outrider_triton.quantized.plan import ProductPlan
+from outrider_triton.quantized.products import PlannedProduct, QuantizedProducts, TokenRows
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     AttentionLaunch,
-    can_read_before_wait,
     derive_attention_launch,
     unsplit_programs,
 )
@@ -40,23 +38,22 @@ class CacheAttention:
         """The kernels of prefill attention."""
         self._kernels, self._tiles, self._quantized, self._pdl = kernels, tiles, quantized, tiles.facts.pdl
 
-    def config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
-        """Return the launch parameters of this attention, as the list of an
-        :class:`~outrider_triton.tiles.derive.attention.AttentionLaunch`.
+    def config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> AttentionLaunch:
+        """Return the launch of this attention.
 
         Only host-side sizes decide: the batch, and the largest query and cache lengths.
         """
         return self.config_for(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
 
-    def config_for(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
-        """Return the launch parameters of :meth:`config` for a batch of these sizes."""
+    def config_for(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> AttentionLaunch:
+        """Return the launch of :meth:`config` for a batch of these sizes."""
         derived = self.attention_launch(q, k_cache, batch, max_query, max_kv, None)
         if self._tiles.table is None or q.dtype.itemsize != 2:
-            return derived.as_list()
+            return derived
         heads = _heads(q, k_cache)
         groups = unsplit_programs(heads, derived.block_rows, batch, max_query)
         tuned = self._tiles.attention(groups, heads.size, heads.group)
-        return self.attention_launch(q, k_cache, batch, max_query, max_kv, tuned).as_list()
+        return self.attention_launch(q, k_cache, batch, max_query, max_kv, tuned)
 
     def attention_launch(
         self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
@@ -66,39 +63,17 @@ class CacheAttention:
             self._tiles.facts, _heads(q, k_cache), batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned
         )
 
-    def attention_normed(
-        self,
-        call: PrefillOperands,
-        output: QuantizedWeight,
-        output_bias: Tensor | None,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-    ) -> NormedRows | None:
-        """Run attention, its output projection, and the norm with the residual; return the normed rows for the product with
-        ``weight``. Return None, and run nothing, if a kernel is missing.
-        """
-        projected = residual[:, :1].expand(-1, output.shape[1])  # only the shape and dtype are used
+    def rows_for(self, call: PrefillOperands, output: QuantizedWeight) -> Callable[[PlannedProduct], TokenRows]:
+        """Return a function that runs attention, and returns its rows as a product with the weight ``output`` takes them."""
 
-        def attention_rows(product_plan: ProductPlan, config: MatmulConfig | None) -> TokenRows:
-            # Larger batches aren't split: their rows keep the ordinary layout.
-            layouts = (
-                {
-                    0,
-                    *(
-                        _planes(call, product_plan, other)
-                        for other in self._quantized.every_config(call.q, output, product_plan)
-                    ),
-                }
-                if self._tiles.scope.depth
-                else ()
-            )
-            return self._joined(call, _planes(call, product_plan, config), layouts)
+        def attention_rows(product: PlannedProduct) -> TokenRows:
+            layouts = {0}  # larger batches aren't split: their rows keep the ordinary layout
+            if self._tiles.scope.depth:
+                configs = self._quantized.every_config(call.q, output, product.plan)
+                layouts |= {_planes(call, product.plan, config) for config in configs}
+            return self._joined(call, _planes(call, product.plan, product.config), layouts)
 
-        added = QuantizedProduct(projected, output, output_bias)
-        return self._quantized.normed_rows(added, residual, norm, eps, weight, bias, parts=False, taken=attention_rows)
+        return attention_rows
 
     def _joined(self, call: PrefillOperands, planes: int, layouts: Iterable[int]) -> TokenRows:
         """Return attention rows [T, Hq D]: in the nibble-plane layout ``planes`` if programs split the cached tokens, else
@@ -111,20 +86,21 @@ class CacheAttention:
             for layout in sorted(layouts):  # a fixed order makes the compile order deterministic
                 self.compile_variants(call, layout)
             config = self.config(call.q, call.k_cache, call.metadata)
-            if config[2] > 1 and not self.prompts.serves(call.q, call.metadata):
-                return TokenRows(_TRITON.paged_attention.triton_planes(*self.operands(call, config), planes), None, True)
+            if config.split > 1 and not self.prompts.serves(call.q, call.metadata):
+                rows = _TRITON.paged_attention.triton(*self.operands(call, config), planes)
+                return TokenRows(rows, in_planes=True)
         operands = call.q, call.k_cache, call.v_cache, call.metadata
         out = self._kernels.paged_attention(*operands, scale=call.scale, window=call.window)
-        return TokenRows(out.reshape(out.shape[0], -1), None, False)
+        return TokenRows(out.reshape(out.shape[0], -1))
 
-    def operands(self, call: PrefillOperands, config: list[int]) -> tuple[Any, ...]:
+    def operands(self, call: PrefillOperands, config: AttentionLaunch) -> tuple[Any, ...]:
         """Return the operands of the attention operators, in the order of their schema. ``config`` is the result of
         :meth:`config`.
         """
         metadata = call.metadata
         addressing = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, call.scale, call.window
-        reads_before_wait = self._pdl and metadata.settled and can_read_before_wait(config)
+        reads_before_wait = self._pdl and metadata.settled and config.can_read_before_wait
         return call.q, call.k_cache, call.v_cache, *addressing, *limits, reads_before_wait, config, self._pdl
 
     def compile_variants(self, call: PrefillOperands, planes: int) -> None:
@@ -134,20 +110,18 @@ class CacheAttention:
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
         longest_decode = metadata.max_query if metadata.tree_mask is not None else self.prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, planes
-        if self._tiles.scope.must_compile(
-            ("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._tiles.layer)
-        ):
-            for tiling in self._tiles.scope.attention_configs(
-                (q.dtype, *q.shape[1:], k_cache.shape[2], self._tiles.layer),
-                lambda *sizes: self.config_for(q, k_cache, *sizes),
-                max_query=min(metadata.max_query, longest_decode),
-                capacity=metadata.block_table.shape[1] * k_cache.shape[1],
-            ):
-                with compile_only():
-                    if not planes:
-                        _TRITON.paged_attention.triton(*self.operands(call, list(tiling)))
-                    elif tiling[2] > 1:
-                        _TRITON.paged_attention.triton_planes(*self.operands(call, list(tiling)), planes)
+        key = "attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._tiles.layer
+        if not self._tiles.scope.depth:
+            return
+        configs = self._tiles.scope.attention_configs(
+            (q.dtype, *q.shape[1:], k_cache.shape[2], self._tiles.layer),
+            lambda *sizes: self.config_for(q, k_cache, *sizes),
+            max_query=min(metadata.max_query, longest_decode),
+            capacity=metadata.block_table.shape[1] * k_cache.shape[1],
+        )
+        for tiling in self._tiles.scope.each(key, configs):
+            if tiling.split > 1 or not planes:
+                _TRITON.paged_attention.triton(*self.operands(call, tiling), planes)
 
 
 def _planes(call: PrefillOperands, product_plan: ProductPlan, config: MatmulConfig | None) -> int:

@@ -7,8 +7,6 @@ Some kernels of prefill read a contiguous copy of the cached tokens, which an op
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -18,21 +16,15 @@ from outrider.device.kernels.operators import expect
 from outrider_triton.attention.jit import exact, prefill
 from outrider_triton.attention.jit import paged as attention
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
-from outrider_triton.launch import define, launch, power_of_two, register
+from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.streamed import descriptor
 from outrider_triton.quantized.nibble_planes import allocate_rows, row_stride
-
-_ATTENTION = (
-    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, Tensor? tree_mask, "
-    "int max_query, int max_kv, float scale, int window, bool settled, int[] config, bool pdl"
-)
-"""Schema of the operands that every attention operator takes."""
 
 FIRST_CHUNK = 256
 """Number of positions in each of the first chunks of exact attention."""
 
 
-def _attend(
+def _paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -47,13 +39,10 @@ def _attend(
     settled: bool,
     config: list[int],
     pdl: bool,
-    *,
-    padding: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch attention and return (out, parts, stats); without splits all three are ``out``.
-
-    ``parts`` are the partial results of the splits, ``stats`` their maxima and sums. ``padding``: write zeros for padding
-    tokens.
+    planes: int = 0,
+) -> Tensor:
+    """Return attention [T, Hq, D]. ``planes``: the layout (:func:`outrider_triton.quantized.nibble_planes.allocate_rows`) in
+    which rows [T, Hq D] of split attention are returned instead.
     """
     del max_kv  # the device reads the lengths itself
     block_rows, block_kv, split, warps, stages, is_streamed = config
@@ -64,7 +53,8 @@ def _attend(
         k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(-1) == 1 and block_table.stride(-1) == 1,
         lambda: "paged_attention: caches must be contiguous, and the last dimension of q and of the block table",
     )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if padding or split == 1 else q
+    expect(split > 1 or not planes, lambda: "attention that isn't split leaves no rows in planes")
+    out = q if planes else torch.empty_like(q, memory_format=torch.contiguous_format)
     parts = stats = out
     if split > 1:
         parts = torch.empty((tokens, heads, split, size), dtype=torch.float32, device=q.device)
@@ -72,10 +62,11 @@ def _attend(
     mask = out if tree_mask is None else tree_mask.view(torch.uint8)
     grid = triton.cdiv(max_query, block_rows // group), batch * kv_heads, split
     addressing = query_start, seq_lens, block_table, mask, out, parts, stats
-    sizes = tokens if padding else 0, batch, heads, scale, size
+    sizes = 0 if planes else tokens, batch, heads, scale, size  # padding tokens up to the first get zeros
     strides = q.stride(0), q.stride(1), block_table.stride(0), mask.stride(0)
     constants = {"PAGE": page, "GROUP": group, "WINDOW": window, "TREE": tree_mask is not None, "SETTLED": settled}
     constants |= {"SPLITS": split, "BLOCK_ROWS": block_rows, "BLOCK_KV": block_kv}
+    block_size = max(power_of_two(size), 16)
     if is_streamed:
         expect(
             k_cache.dtype is q.dtype and v_cache.dtype is q.dtype and power_of_two(size) == size,
@@ -92,65 +83,34 @@ def _attend(
             pdl=pdl,
             warps=warps,
         )
-        return out, parts, stats
-    launch(
-        attention.paged_attention,
-        grid,
-        *(q, k_cache, v_cache, *addressing, *sizes, *strides, k_cache.stride(1), k_cache.stride(2)),
-        **constants,
-        BLOCK_SIZE=max(power_of_two(size), 16),
-        num_stages=stages,
-        pdl=pdl,
-        warps=warps,
-    )
-    return out, parts, stats
-
-
-def _join(
-    parts: Tensor,
-    stats: Tensor,
-    query_start: Tensor,
-    like: Tensor,
-    out: Tensor,
-    pdl: bool,
-    *,
-    grains: Tensor | None = None,
-    planes: int = 0,
-) -> Tensor:
-    """Combine ``parts [T, Hq, split, D]`` into ``out`` and return it.
-
-    ``out`` is [T, Hq, D], or rows in nibble-plane layout with their ``grains``. Values are rounded to the dtype of ``like``.
-    """
-    tokens, heads, split, size = parts.shape
-    block_size = max(power_of_two(size), 16)
+    else:
+        launch(
+            attention.paged_attention,
+            grid,
+            *(q, k_cache, v_cache, *addressing, *sizes, *strides, k_cache.stride(1), k_cache.stride(2)),
+            **constants,
+            BLOCK_SIZE=block_size,
+            num_stages=stages,
+            pdl=pdl,
+            warps=warps,
+        )
+    if split == 1:
+        return out
+    joined, grains = allocate_rows(q, (tokens, heads * size), planes) if planes else (out, None)
     launch(
         attention.join_splits,
         (tokens, heads),
-        *(parts, stats, query_start, like, out, grains, query_start.shape[0] - 1, heads, size, row_stride(out, grains)),
+        *(parts, stats, query_start, out, joined, grains, batch, heads, size, row_stride(joined, grains)),
         SPLITS=split,
         BLOCK_SIZE=block_size,
         PLANES=planes > 0,
         pdl=pdl,
         warps=min(max(split * block_size // 1024, 1), 4),
     )
-    return out
+    return joined
 
 
-def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any) -> Tensor:
-    out, parts, stats = _attend(q, k_cache, v_cache, query_start, *rest)
-    return _join(parts, stats, query_start, out, out, rest[-1]) if parts is not out else out
-
-
-def _paged_attention_planes(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, *rest: Any) -> Tensor:
-    *operands, planes = rest
-    _, parts, stats = _attend(q, k_cache, v_cache, query_start, *operands, padding=False)
-    expect(parts is not q, lambda: "attention that isn't split leaves no rows in planes")
-    out, grains = allocate_rows(q, (q.shape[0], q.shape[1] * q.shape[2]), planes)
-    return _join(parts, stats, query_start, q, out, operands[-1], grains=grains, planes=planes)
-
-
-register(f"paged_attention.triton({_ATTENTION}) -> Tensor", _paged_attention)
-register(f"paged_attention.triton_planes({_ATTENTION}, int planes) -> Tensor", _paged_attention_planes)
+define("paged_attention.triton", _paged_attention)
 
 
 ROW_ALIGNMENT: int = prefill.SPACE.value

@@ -38,6 +38,10 @@ _COPY_CONFIGS = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
 """Tile configurations over a contiguous copy: query rows, cached tokens, warps, stages. Two programs share a multiprocessor:
 one multiplies while the other computes exponentials.
 """
+_PARTIAL_CANDIDATES = frozenset({"torch's cuDNN"})
+"""Candidates that serve only some batches, so that others need a second candidate."""
+Attend = Callable[["PrefillOperands"], Tensor]
+"""One implementation of prefill attention among those that are measured."""
 _CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
 
 
@@ -100,16 +104,6 @@ class PrefillOperands:
         return replace(self, q=self.q[:count], metadata=metadata_of_first)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillAttentionCandidate:
-    """One implementation of prefill attention among those that are measured."""
-
-    name: str
-    attend: Callable[[PrefillOperands], Tensor]
-    alone: bool = False
-    """True if the candidate serves only some batches, so that others need a second candidate."""
-
-
 def prefill_config(size: int, shared: int, *, copied: bool = False) -> list[int]:
     """Return block rows, cached tokens per block, warps and stages: the largest that fit into shared memory, in 16 bits.
 
@@ -165,7 +159,7 @@ class PromptAttention:
         """Compute attention [T, Hq, D] of the new tokens with the fastest candidate that serves this batch; padding tokens
         get zeros.
         """
-        return self._choice(prompts).attend(prompts)
+        return self._candidates(prompts)[self._choice(prompts)](prompts)
 
     def measure(self, prompts: PrefillOperands) -> None:
         """Time every candidate at several prompt lengths up to that of ``prompts``, whose operands it uses.
@@ -199,8 +193,8 @@ class PromptAttention:
                 self._reports[f"attention over {count} new tokens"] = f"{kept[count][0]} (measured before)"
                 continue
             trials = {
-                candidate.name: self._try_candidate(candidate, prefix, reference, module, busy)
-                for candidate in self._candidates(prefix)
+                name: self._try_candidate(name, attend, prefix, reference, module, busy)
+                for name, attend in self._candidates(prefix).items()
             }
             times = {name: milliseconds for name, milliseconds in trials.items() if milliseconds is not None}
             ranked[count] = tuple(sorted(times, key=times.__getitem__))
@@ -209,8 +203,8 @@ class PromptAttention:
         self._ranked[key] = ranked
         if any("torch's cuDNN" in names for names in ranked.values()):
             half = prompts.first(counts[-1]).second_half()
-            merging = PrefillAttentionCandidate("torch's cuDNN over context", self._by_cudnn)
-            is_right = self._try_candidate(merging, half, self._by_pages(half), None) is not None
+            merging = "torch's cuDNN over context", self._by_cudnn
+            is_right = self._try_candidate(*merging, half, self._by_pages(half), None) is not None
             self._merged.update({key} if is_right else ())
         if self._store is not None and ranked != kept:
             try:
@@ -222,15 +216,16 @@ class PromptAttention:
         """Call this package's candidates for one sequence, and for many, which select other kernel variants."""
         for sequences in (1, operators.SEQUENCE_BOUNDS[0] + 1):
             prefix = prompts.first(MIN_PREFILL_QUERY, sequences)
-            for candidate in self._candidates(prefix):
-                if candidate.name in ("pages", "copy"):
-                    candidate.attend(prefix)
+            for name, attend in self._candidates(prefix).items():
+                if name in ("pages", "copy"):
+                    attend(prefix)
 
     # -- measurement and candidates ---------------------------------------------------------------------------------
 
     def _try_candidate(
         self,
-        candidate: PrefillAttentionCandidate,
+        name: str,
+        attend: Attend,
         prefix: PrefillOperands,
         reference: Tensor,
         module: Any | None,
@@ -241,61 +236,61 @@ class PromptAttention:
         The reason of a failure is recorded. ``busy``: see :func:`_milliseconds`.
         """
         try:
-            result = candidate.attend(prefix)
+            result = attend(prefix)
             error_size = float((result.float() - reference.float()).abs().max())
             if not error_size <= 0.05 * float(reference.float().abs().max()) + 1e-3:
-                self._reports[f"attention by {candidate.name}"] = (
-                    f"not used: off by {error_size:.3g} over {prefix.q.shape[0]} tokens"
-                )
+                self._reports[f"attention by {name}"] = f"not used: off by {error_size:.3g} over {prefix.q.shape[0]} tokens"
                 return None
-            return 0.0 if module is None else _milliseconds(module, lambda: candidate.attend(prefix), busy)
+            return 0.0 if module is None else _milliseconds(module, lambda: attend(prefix), busy)
         except Exception as failure:  # any failure of a library disqualifies the candidate
             reason = str(failure).split("\n", 1)[0][:200]
-            self._reports[f"attention by {candidate.name}"] = f"not used: {type(failure).__name__}: {reason}"
+            self._reports[f"attention by {name}"] = f"not used: {type(failure).__name__}: {reason}"
             return None
 
     def _confirmed(self, prefix: PrefillOperands, reference: Tensor, names: Sequence[str]) -> bool:
         """Return True if the first of the ranked ``names`` still compute correct results, up to the first one that serves
         every batch.
         """
-        available = {each.name: each for each in self._candidates(prefix)}
+        available = self._candidates(prefix)
         for name in names:
-            if name not in available or self._try_candidate(available[name], prefix, reference, None) is None:
+            if name not in available or self._try_candidate(name, available[name], prefix, reference, None) is None:
                 return False
-            if not available[name].alone:
+            if name not in _PARTIAL_CANDIDATES:
                 break
         return True
 
-    def _choice(self, prompts: PrefillOperands) -> PrefillAttentionCandidate:
-        available = {each.name: each for each in self._candidates(prompts)}
+    def _choice(self, prompts: PrefillOperands) -> str:
+        """Return the name of the candidate for this batch."""
+        available = self._candidates(prompts)
         measured = self._ranked.get(_key(prompts))
         longest = prompts.metadata.max_query
         if measured:
             nearest = min(measured, key=lambda count: abs(log2(count) - log2(longest)))
-            return available[next((name for name in measured[nearest] if name in available), "pages")]
-        return available["copy"] if longest >= _MIN_COPIED_QUERY and "copy" in available else available["pages"]
+            return next((name for name in measured[nearest] if name in available), "pages")
+        return "copy" if longest >= _MIN_COPIED_QUERY and "copy" in available else "pages"
 
-    def _candidates(self, prompts: PrefillOperands) -> tuple[PrefillAttentionCandidate, ...]:
+    def _candidates(self, prompts: PrefillOperands) -> dict[str, Attend]:
+        """Return the implementations that can compute this batch, by name."""
         facts, q, metadata = self._facts, prompts.q, prompts.metadata
-        found = [PrefillAttentionCandidate("pages", self._by_pages)]
+        found: dict[str, Attend] = {"pages": self._by_pages}
         kv_heads, size = prompts.k_cache.shape[2:]
         width = max(power_of_two(size), 16)
         in_graph = metadata.host_query_start is None
         if (in_graph and not prompts.has_no_context) or 4 * prompts.copied_rows * kv_heads * width > _MAX_COPY_BYTES:
-            return tuple(found)
+            return found
         generation = facts.capability // 10
         if facts.descriptors:
-            found.append(PrefillAttentionCandidate("copy", self._by_copy))
+            found["copy"] = self._by_copy
         if generation >= 8 and prompts.window == 0 and size % 8 == 0:
             # FlashAttention 3 has no kernels for later devices, and terminates the process there.
             flash3_supported = generation in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
             if flash3_supported and find_spec("fa3_fwd") is not None:
-                found.append(PrefillAttentionCandidate("fa3-fwd", self._by_flash3))
+                found["fa3-fwd"] = self._by_flash3
             if not in_graph:
-                found.append(PrefillAttentionCandidate("torch's FlashAttention 2", self._by_flash2))
+                found["torch's FlashAttention 2"] = self._by_flash2
             if _are_long_prompts(metadata, has_context=_key(prompts) in self._merged):
-                found.append(PrefillAttentionCandidate("torch's cuDNN", self._by_cudnn, alone=True))
-        return tuple(found)
+                found["torch's cuDNN"] = self._by_cudnn
+        return found
 
     def _blocks(self, q: Tensor, metadata: AttentionMetadata, rows: int) -> int:
         """Return the maximum number of query blocks over all sequences."""

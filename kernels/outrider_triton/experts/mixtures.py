@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, sqrt
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from outrider.device import QuantizedWeight
 from outrider_triton.experts import operators as _expert_ops  # noqa: F401  (registers the operators)
 from outrider_triton.launch import power_of_two
-from outrider_triton.quantized.operators import ProductPlan
+from outrider_triton.quantized.plan import ProductPlan
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, MatmulConfig, bucket
 from outrider_triton.tiles.derive.products import large_m_experts_config, rank_configs
 from outrider_triton.tiles.derive.quantized import UNQUANTIZED, OperandStorage
@@ -122,7 +123,8 @@ class ExpertProducts:
         """Return the best tile configuration with whole tiles for ``m`` tokens: a tile must not cross from one expert's rows
         to the next.
         """
-        ranked = rank_configs(self._facts, operator, m=m, n=n, k=k, stored=stored)
+        own = replace(stored, shares_units=False)  # programs that share units would replace all other candidates
+        ranked = rank_configs(self._facts, operator, m=m, n=n, k=k, stored=own)
         return next(
             config for config in ranked if not config.rows_per_program and not config.descriptor and config.split == 1
         )

@@ -14,8 +14,8 @@ from outrider_triton.experts.jit import unquantized as jit
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.jit.large_m_gates import GROUP
 from outrider_triton.products.streamed import descriptor
+from outrider_triton.quantized.activations import activation_dtype, quantized_rows
 from outrider_triton.quantized.formats import TRITON_FORMATS
-from outrider_triton.quantized.operators import activation_dtype, quantized_rows
 from outrider_triton.tiles.configs import MatmulConfig
 
 _MAX_COMPARED_PAIRS = 64
@@ -189,24 +189,22 @@ def _multiply_places(
     gated: bool,
 ) -> Tensor:
     """Multiply sorted rows ``x`` [places, k] by their experts' ``weight`` [experts, n or 2 n, k] into rows [places, n]."""
-    (places, k), groups = x.shape, config.warps // 4
+    places, k = x.shape
     n = weight.shape[1] // (2 if gated else 1)
-    tiles = -(-n // (groups * GROUP.value * (1 if gated else 2)))
+    tiles = -(-n // (2 * GROUP.value * (1 if gated else 2)))
     out = x.new_empty((places, n))
     launch(
         large_m.tall_experts,
         (min(processors, tiles * (places // config.block_m)),),
         *(descriptor(x, config.block_m, config.block_k), descriptor(weight.view(-1, k), config.block_n, config.block_k)),
         *(*routing, out, n, tiles),
-        GROUPS=groups,
         STEPS=-(-k // config.block_k),
         GATED=gated,
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
         TOKEN_STAGES=config.prefetch_columns,
-        REGISTERS=168,
-        maxnreg=112 if groups == 1 else 128,
+        maxnreg=128,
         pdl=pdl,
         warps=4,
     )
@@ -325,8 +323,8 @@ def _experts_quantized(
 ) -> Tensor:
     """Compute all experts with quantised weights.
 
-    Each list has an entry for gate and up, then one for down; see :class:`outrider_triton.quantized.operators.Plan`. ``size``
-    is the same as for unquantized experts.
+    Each list has an entry for gate and up, then one for down; see :class:`outrider_triton.quantized.plan.ProductPlan`.
+    ``size`` is the same as for unquantized experts.
     """
     hidden, count = x.shape[1], chosen.shape[1]
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()

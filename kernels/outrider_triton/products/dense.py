@@ -9,9 +9,9 @@ from torch import Tensor
 
 from outrider.device import KernelSet, RotaryArgs
 from outrider_triton import rows as _row_operators  # noqa: F401  (registers the operators)
-from outrider_triton.launch import compile_only, has_kernel
+from outrider_triton.launch import has_kernel
 from outrider_triton.products import operators as _product_operators  # noqa: F401  (registers the operators)
-from outrider_triton.products.operands import Product
+from outrider_triton.products.operands import Product, rotary_like, rows_like
 from outrider_triton.rows import rotates
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.selection import TileSelection
@@ -22,30 +22,18 @@ _TRITON = torch.ops.outrider
 class DenseProducts:
     """Products with unquantized weights: Triton's where a measurement or an estimate prefers them to the library's.
 
-    ``kernels`` computes the parts of a product that isn't fused.
+    ``kernels`` computes the parts of a product that isn't fused. In the scope of variants, each method first computes
+    uninitialised rows of other numbers of tokens, which compiles the kernels that they need.
     """
 
     def __init__(self, kernels: KernelSet, tiles: TileSelection) -> None:
         self._kernels, self._tiles, self._pdl = kernels, tiles, tiles.facts.pdl
 
-    def uncompiled(
-        self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, rotary: RotaryArgs | None = None
-    ) -> Iterator[list[int]]:
-        """Yield every tile configuration of this weight's product. The caller launches each, which only compiles it. Yield
-        nothing outside the scope of variants, or for a weight whose variants were compiled before.
-
-        ``scaled``: ``x`` is still to be divided by its root mean square. ``rotary``: the product rotates and writes the
-        cache.
+    def samples(self, operator: str, x: Tensor, weight: Tensor, *variant: object) -> Iterator[int]:
+        """Yield :meth:`~outrider_triton.tiles.selection.TileSelection.samples` of this weight and rows like ``x``, or nothing
+        for operands without a kernel.
         """
-        if not _has_product(x, weight):
-            return
-        n, k = weight.shape
-        half, cache_dtype = (0, None) if rotary is None else (rotary.k_cache.shape[3] // 2, rotary.k_cache.dtype)
-        tiles = self._tiles
-        if tiles.scope.must_compile((operator, x.dtype, n, k, scaled, cache_dtype, tiles.layer)):
-            for config in tiles.every_product(operator, str(x.dtype)[6:], n=n, k=k, half=half):
-                with compile_only():
-                    yield config.as_list()
+        return self._tiles.samples(operator, x.dtype, weight.shape, *variant) if _has_product(x, weight) else iter(())
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
         """Return the configuration for ``x [..., K] @ weight.T``, or None for torch's product.
@@ -61,8 +49,8 @@ class DenseProducts:
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply by the gate and up weights and apply SwiGLU, in one kernel if that was faster."""
-        for config_list in self.uncompiled("linear_silu_mul", x, weight):
-            _TRITON.linear_silu_mul.triton(first_rows(x), weight, bias, config_list, self._pdl)
+        for count in self.samples("linear_silu_mul", x, weight, bias is None):
+            self.linear_silu_mul(rows_like(x, count), weight, bias)
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
             return self._kernels.silu_mul(self._kernels.linear(x, weight, bias))
@@ -80,10 +68,8 @@ class DenseProducts:
         """Multiply, add the product to the residual and return the norm; the norm kernel sums the parts of a
         split product.
         """
-        for config_list in self.uncompiled("linear_parts", x, weight) if has_kernel(residual) else ():
-            parts = _TRITON.linear_parts.triton(first_rows(x), weight, config_list, self._pdl)
-            # The kernel writes the residual, so compile with a copy.
-            _TRITON.add_rms_norm.triton(parts, bias, first_rows(residual).clone(), norm, eps, self._pdl)
+        for count in self.samples("linear_add_rms_norm", x, weight, bias is None, residual.dtype, norm.dtype):
+            self.linear_add_rms_norm(rows_like(x, count), weight, bias, rows_like(residual, count), norm, eps)
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not has_kernel(residual):
             return self._kernels.add_rms_norm(self._kernels.linear(x, weight, bias), residual, norm, eps)
@@ -104,20 +90,10 @@ class DenseProducts:
         taking = self.matmul_config(consumer, residual, weight, half=half)
         return None if adding is None or taking is None else (adding, taking)
 
-    def _scaled(self, added: Product, residual: Tensor, norm: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the scaled row and the squares of each variant of a fused pair's first product, for compilation; nothing
-        outside the scope of variants.
-        """
-        if residual.dtype is torch.bfloat16 and residual.is_contiguous() and has_kernel(norm):
-            for config_list in self.uncompiled("linear_add_scaled", added.x, added.weight):
-                yield _TRITON.linear_add_scaled.triton(
-                    first_rows(added.x), added.weight, added.bias, first_rows(residual).clone(), norm, config_list, self._pdl
-                )
-
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Add the product to the residual in place, in one kernel if that was measured to be faster."""
-        for config_list in self.uncompiled("linear_add", x, weight) if residual.dtype is x.dtype else ():
-            _TRITON.linear_add.triton(first_rows(x), weight, bias, first_rows(residual).clone(), config_list, self._pdl)
+        for count in self.samples("linear_add", x, weight, bias is None, residual.dtype):
+            self.linear_add(rows_like(x, count), weight, bias, rows_like(residual, count))
         config = self.matmul_config("linear_add", x, weight)
         if config is None or residual.dtype is not x.dtype or not residual.is_contiguous():
             return residual.add_(self._kernels.linear(x, weight, bias))
@@ -126,19 +102,16 @@ class DenseProducts:
 
     def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
         """Multiply to queries, keys and values, rotate them and write the cache, in one kernel if that was faster."""
-        half = rotary.k_cache.shape[3] // 2
-        for config_list in (
-            self.uncompiled("linear_rope", product.x, product.weight, rotary=rotary) if rotates(rotary, product.x) else ()
-        ):
-            if not _boxes_fit_heads(config_list, rotary):
-                continue
-            sample = first_rows(product.x), None, product.weight, product.bias
-            _TRITON.rope_write_cache.triton_linear(*sample, 0.0, *_sample_rotary(rotary), config_list, self._pdl)
-        config = self.matmul_config("linear_rope", product.x, product.weight, half=half)
-        if config is None or not rotates(rotary, product.x) or not _boxes_fit_heads(config.as_list(), rotary):
+        x, weight, bias = product
+        half, config = rotary.k_cache.shape[3] // 2, None
+        if rotates(rotary, x):
+            for count in self.samples("linear_rope", x, weight, bias is None, *_cache_variant(rotary)):
+                self.linear_rope_write_cache(Product(rows_like(x, count), weight, bias), rotary_like(rotary, count))
+            config = self.matmul_config("linear_rope", x, weight, half=half)
+        if config is None or not _boxes_fit_heads(config, half):
             return self._kernels.head_norm_rope_write_cache(self._kernels.linear(*product), None, rotary)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
-            product.x, None, product.weight, product.bias, 0.0, *rotary, config.as_list(), self._pdl
+            x, None, weight, bias, 0.0, *rotary, config.as_list(), self._pdl
         )
 
     def norm_linear_silu_mul(
@@ -148,9 +121,10 @@ class DenseProducts:
 
         Uses two kernels if they were measured to be faster than three.
         """
-        for scaled, squares in self._scaled(added, residual, norm):
-            for config_list in self.uncompiled("scaled_silu_mul", scaled, weight):
-                _TRITON.linear_silu_mul.triton(scaled, weight, bias, config_list, self._pdl, squares, eps)
+        variant = bias is None, added.weight.shape, added.bias is None, norm.dtype
+        for count in self.samples("norm_linear_silu_mul", residual, weight, *variant):
+            sample = added._replace(x=rows_like(added.x, count)), rows_like(residual, count)
+            self.norm_linear_silu_mul(*sample, norm, eps, weight, bias)
         pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
         if pair is None:
             return self.linear_silu_mul(self.linear_add_rms_norm(*added, residual, norm, eps), weight, bias)
@@ -172,16 +146,14 @@ class DenseProducts:
 
         Uses two kernels if they were measured to be faster than four.
         """
-        half = rotary.k_cache.shape[3] // 2
-        for first in self._scaled(added, residual, norm) if rotates(rotary, residual) else ():
-            for config_list in self.uncompiled("linear_rope", first[0], weight, scaled=True, rotary=rotary):
-                if not _boxes_fit_heads(config_list, rotary):
-                    continue
-                _TRITON.rope_write_cache.triton_linear(
-                    *first, weight, bias, eps, *_sample_rotary(rotary), config_list, self._pdl
-                )
-        pair = self._pair(added, residual, norm, "linear_rope", weight, half=half)
-        if pair is None or not rotates(rotary, residual) or not _boxes_fit_heads(pair[1].as_list(), rotary):
+        half, pair = rotary.k_cache.shape[3] // 2, None
+        if rotates(rotary, residual):
+            variant = bias is None, added.weight.shape, added.bias is None, norm.dtype, *_cache_variant(rotary)
+            for count in self.samples("norm_linear_rope", residual, weight, *variant):
+                sample = added._replace(x=rows_like(added.x, count)), rows_like(residual, count)
+                self.norm_linear_rope_write_cache(*sample, norm, eps, weight, bias, rotary_like(rotary, count))
+            pair = self._pair(added, residual, norm, "linear_rope", weight, half=half)
+        if pair is None or not _boxes_fit_heads(pair[1], half):
             normed = self.linear_add_rms_norm(*added, residual, norm, eps)
             return self.linear_rope_write_cache(Product(normed, weight, bias), rotary)
         adding, taking = (config.as_list() for config in pair)
@@ -196,18 +168,12 @@ def _has_product(x: Tensor, weight: Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16) and x.dtype is weight.dtype and weight.is_contiguous()
 
 
-def first_rows(x: Tensor) -> Tensor:
-    """Return at most four rows of ``x``, as operands for compilation: the number of rows does not select a kernel variant."""
-    return x.reshape(-1, x.shape[-1])[:4]
+def _cache_variant(rotary: RotaryArgs) -> tuple[object, ...]:
+    return rotary.k_cache.dtype, rotary.k_cache.shape[1:]
 
 
-def _boxes_fit_heads(config: list[int], rotary: RotaryArgs) -> bool:
-    """Return True unless a copy-engine box of a streamed product has rows of both halves of a head. Unstreamed kernels rotate
-    row by row.
+def _boxes_fit_heads(config: MatmulConfig, half: int) -> bool:
+    """Return True unless a copy-engine box of a streamed product has rows of both halves of a head, of ``half`` rows each.
+    Unstreamed kernels rotate row by row.
     """
-    return config[7] != STREAMED or rotary.k_cache.shape[3] // 2 % config[1] == 0
-
-
-def _sample_rotary(rotary: RotaryArgs) -> RotaryArgs:
-    """Return the rotary arguments of at most four tokens, as operands for compilation."""
-    return rotary._replace(cos=rotary.cos[:4], sin=rotary.sin[:4], slots=rotary.slots[:4])
+    return config.descriptor != STREAMED or half % config.block_n == 0

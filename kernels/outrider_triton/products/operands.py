@@ -1,4 +1,4 @@
-"""Records of products that a block has deferred: their operands, until a later kernel computes them."""
+"""Records of products that a block has deferred, and operands of other numbers of tokens, for compilation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from outrider.device import KernelSet, QuantizedWeight
+from outrider.device import KernelSet, QuantizedWeight, RotaryArgs
+
+
+def rows_like(x: Tensor, count: int) -> Tensor:
+    """Return ``count`` uninitialised rows [count, K] with the dtype and the strides of ``x`` [..., K]."""
+    rows, columns = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    stride = max(rows.stride(0), columns)
+    return x.new_empty(count * stride).as_strided((count, columns), (stride, 1))
+
+
+def rotary_like(rotary: RotaryArgs, count: int) -> RotaryArgs:
+    """Return the rotary arguments of ``count`` tokens, all in the reserved slot."""
+    cos, sin = rows_like(rotary.cos, count), rows_like(rotary.sin, count)
+    return rotary._replace(cos=cos, sin=sin, slots=rotary.slots.new_zeros(count))
 
 
 class Product(NamedTuple):
@@ -58,3 +71,19 @@ class QuantizedProduct(NamedTuple):
         if self.gate is not None:
             return self.gate.apply(kernels, self.x)
         return kernels.silu_mul(self.x) if self.gated else self.x
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """The properties that select the product's kernels, besides the number of tokens."""
+        gate = None if self.gate is None else (self.gate.norm is None, self.gate.values.shape[1:])
+        weight = self.weight.shape, self.weight.label, self.bias is None
+        return self.x.dtype, *weight, self.gated, self.maxima is None, gate
+
+    def like(self, count: int) -> QuantizedProduct:
+        """Return the product of ``count`` uninitialised rows."""
+        maxima, gate = self.maxima, self.gate
+        if maxima is not None:
+            maxima = maxima.new_empty((maxima.shape[0], count))
+        if gate is not None:
+            gate = gate._replace(values=rows_like(gate.values.flatten(1), count).unflatten(1, gate.values.shape[1:]))
+        return self._replace(x=rows_like(self.x, count), maxima=maxima, gate=gate)

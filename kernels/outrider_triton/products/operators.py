@@ -8,10 +8,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.device.kernels.operators import expect
+from outrider_triton.jit.tma_pipeline import PAIRS
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products import streamed
 from outrider_triton.products.jit import fused, matmul
-from outrider_triton.quantized.nibble_planes import component_views
+from outrider_triton.products.jit import streamed as jit_streamed
 from outrider_triton.rows import expect_laid_out
 from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
 
@@ -41,11 +42,6 @@ def _expect_blocks(config: list[int]) -> None:
     )
 
 
-def _tile_descriptor(weight: Tensor, tiling: MatmulConfig) -> TensorDescriptor | None:
-    """Return the copy engine's descriptor of a weight's tiles, or None if the configuration loads them by pointers."""
-    return TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
-
-
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
     tiling = MatmulConfig(*config)
     flat = _flat_product(x, weight)
@@ -56,10 +52,11 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, confi
     (m, k), n = flat.shape, weight.shape[0]
     rows_per_program = tiling.rows_per_program or tiling.block_n
     grid = triton.cdiv(n, rows_per_program), tiling.split, triton.cdiv(m, tiling.block_m)
+    tiles = TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
     launch(
         matmul.linear,
         grid,
-        *(flat, weight, _tile_descriptor(weight, tiling), bias, out),
+        *(flat, weight, tiles, bias, out),
         *(m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
         SPLIT=tiling.split,
         **tiling.launch_constants(k),
@@ -150,13 +147,19 @@ def _add(
     if norm is not None:
         scaled, squares = torch.empty_like(residual), residual.new_empty((programs, m), dtype=torch.float32)
     if tiling.descriptor == STREAMED:
-        streamed.add(flat, weight, bias, residual, norm, (scaled, squares), tiling, pdl)
+        expect(
+            tiling.rows_per_program <= PAIRS.value,
+            lambda: f"{tiling.rows_per_program} rows: a product that is added has {PAIRS.value} at most",
+        )
+        operands = bias, residual, norm, scaled, squares, m, n, tiling.rows_per_program
+        kernel, half = jit_streamed.streamed_linear_add, PAIRS.value
+        streamed.launch_streamed(kernel, flat, weight, tiling, operands, pairs=n, half=half, pdl=pdl, fold=True)
         return scaled, squares
     _expect_blocks(config)
     launch(
         fused.linear_add,
         (programs, triton.cdiv(m, tiling.block_m)),
-        *(flat, weight, _tile_descriptor(weight, tiling), bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
+        *(flat, weight, bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
         *(tiling.rows_per_program or tiling.block_n, tiling.prefetch_columns if k % 8 == 0 else 0),
         **tiling.launch_constants(k),
         pdl=pdl,
@@ -170,11 +173,6 @@ def _linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 
 define("linear_add.triton", _linear_add, writes=("residual",))
 define("linear_add_scaled.triton", _add, writes=("residual",))
-
-
-def _queries(x: Tensor, weight: Tensor, k_cache: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    kv_heads, size = k_cache.shape[2:]
-    return x.new_empty((x.shape[0], weight.shape[0] // size - 2 * kv_heads, size), dtype=dtype)
 
 
 def _linear_rope_write_cache(
@@ -206,11 +204,21 @@ def _linear_rope_write_cache(
     expect_laid_out(cos, sin, k_cache, v_cache)
     expect(cos.stride(1) == 1, lambda: "rope_write_cache: numbers of cos and sin must lie side by side")
     (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
-    q = _queries(flat, weight, k_cache, dtype)
+    q = flat.new_empty((m, weight.shape[0] // size - 2 * kv_heads, size), dtype=dtype)
+    shares, heads = 1 if squares is None else squares.shape[0], (q.shape[1], kv_heads)
+    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2)
     if tiling.descriptor == STREAMED:
-        rotary = cos, sin, k_cache, v_cache, slots
-        quantized = None if x_scales is None or scales is None else (x_scales, scales, rows)
-        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, tiling, pdl, quantized=quantized)
+        rotary = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, *heads, *strides
+        streamed.launch_streamed(
+            jit_streamed.streamed_rope_write_cache,
+            *(flat, weight, tiling, (*rotary, tiling.rows_per_program, x_scales, scales)),
+            pairs=weight.shape[0] // 2,
+            half=size // 2,
+            pdl=pdl,
+            SHARES=power_of_two(shares),
+            HALF=size // 2,
+            ROWS=rows,
+        )
         return q
     expect(x_scales is None, lambda: f"only streamed kernels rotate quantised products; this one is tiled as {config}")
     _expect_blocks(config)
@@ -219,13 +227,11 @@ def _linear_rope_write_cache(
         2 * tiling.rows_per_program <= block_n,
         lambda: f"{tiling.rows_per_program} pairs of rows don't fit into a block of {block_n}",
     )
-    shares = 1 if squares is None else squares.shape[0]
     launch(
         fused.linear_rope_write_cache,
         (triton.cdiv(weight.shape[0] // 2, tiling.rows_per_program or block_n // 2), triton.cdiv(m, tiling.block_m)),
         *(flat, squares, weight, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, flat.stride(0), shares),
-        *(q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
-        *(tiling.rows_per_program or block_n // 2, tiling.prefetch_columns if k % 8 == 0 else 0),
+        *(*heads, *strides, tiling.rows_per_program or block_n // 2, tiling.prefetch_columns if k % 8 == 0 else 0),
         SHARES=power_of_two(shares),
         HALF=size // 2,
         **tiling.launch_constants(k),
@@ -236,32 +242,3 @@ def _linear_rope_write_cache(
 
 # An overload of the operator that writes the same cache rows, so that row access is known.
 define("rope_write_cache.triton_linear", _linear_rope_write_cache, writes=("k_cache", "v_cache"))
-
-
-def _linear_planes_rope_write_cache(
-    x: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    config: list[int],
-    pdl: bool,
-) -> Tensor:
-    """Multiply int8 component rows by nibbles in groups of 128 without zero points, rotate queries and keys, and write the
-    cache.
-
-    Returns queries [T, Hq, D] in ``dtype``.
-    """
-    rotary = cos, sin, k_cache, v_cache, slots
-    q = _queries(x, data, k_cache, dtype)
-    components, grains = component_views(x, 2 * data.shape[1])
-    streamed.rope_write_cache_planes(components, grains, data, scales, bias, rotary, q, MatmulConfig(*config), pdl)
-    return q
-
-
-define("rope_write_cache.triton_linear_planes", _linear_planes_rope_write_cache, writes=("k_cache", "v_cache"))

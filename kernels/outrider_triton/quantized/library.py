@@ -13,9 +13,10 @@ from torch import Tensor
 
 from outrider.device import QuantizedWeight
 from outrider_triton.launch import define, launch
+from outrider_triton.quantized.activations import quantized_rows
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import products as quantized
-from outrider_triton.quantized.operators import flat_rows, quantized_rows, weight_of_operands
+from outrider_triton.quantized.operators import flat_rows, weight_of_operands
 
 ROWS_MULTIPLE = 4
 """Number of rows of which cuBLAS takes multiples if each group of their columns has a scale: 16 bytes of scales."""

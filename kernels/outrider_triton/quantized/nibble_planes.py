@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -11,7 +12,7 @@ from torch import Tensor
 from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch
 from outrider_triton.products import streamed
-from outrider_triton.quantized.jit import nibble_planes, nibble_planes_gated
+from outrider_triton.quantized.jit import nibble_planes, nibble_planes_gated, nibble_planes_streamed
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 
 NIBBLE_PLANES, INT8_COMPONENTS = 1, 2
@@ -85,6 +86,66 @@ def permute_rows(x: Tensor, pdl: bool, how: int = NIBBLE_PLANES) -> Tensor:
 define("lay_in_planes.triton", permute_rows)
 
 
+def launch_planes(
+    x: Tensor,
+    grains: Tensor | None,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: MatmulConfig,
+    pdl: bool,
+    rotary: tuple[Any, ...] = (*(None,) * 5, *(0,) * 5),
+    half: int = 0,
+) -> None:
+    """Multiply int8 components ``x`` [2 m, k] by nibbles ``data [n, k / 2]`` into ``out [m, n]`` or parts ``[split, m, n]``.
+
+    ``grains [m, k / 128]`` are the tokens' scales in float32
+    (:func:`outrider_triton.quantized.jit.nibble_planes.store_in_planes`). Without them, ``x`` is one token's gate and up,
+    [1, 2 k]. ``half``: half the size of the heads that the product rotates with the operands ``rotary``; 0: it doesn't.
+    """
+    (n, k), box = (data.shape[0], 2 * data.shape[1]), config.block_n
+    height = nibble_planes_streamed.ROWS.value // (2 if half else 1)  # height of a tile in the unit of ``rows_per_program``
+    columns, groups = config.prefetch_columns, config.warps // 4
+    m, steps = 1 if grains is None else x.shape[0] // 2, config.block_k // max(columns, 1)
+    expect(
+        k == config.split * config.block_k
+        and columns in (256, 512)
+        and (config.block_k % columns, config.warps % 4, height % box, config.rows_per_program % box) == (0, 0, 0, 0)
+        and max(m, 4) <= config.block_m  # components of four tokens are the matrix unit's minimum
+        and 0 < groups <= min(steps, 2)
+        # Otherwise a pipeline stage would alternate between warpgroups, and one would take its last contents for the next.
+        and config.stages % groups == 0
+        and (steps % groups == 0 or config.rows_per_program <= height)
+        and config.stages > 1,
+        lambda: (
+            f"a product of {m} tokens and a weight of {n} x {k} in planes can't be tiled as {config}: expected all columns, "
+            f"in multiples of {columns}, boxes of rows that divide {height} and {config.rows_per_program}, no more tokens, "
+            f"and stages (and units of several tiles) in multiples of {groups}"
+        ),
+    )
+    wide = groups > 1 and columns > 256
+    launch(
+        nibble_planes_streamed.streamed_planes,
+        (-(-n // (config.rows_per_program * (2 if half else 1))), config.split),
+        x if grains is None else streamed.descriptor(x, 2 * config.block_m, columns),
+        *(streamed.descriptor(data.view(torch.int8), box, columns // 2), grains, scales, bias, out, m, n, scales.shape[1]),
+        *(0 if grains is None else grains.stride(0), config.rows_per_program, steps, *rotary),
+        GROUPS=groups,
+        STEPS=steps,
+        TILES=-(-config.rows_per_program // height),
+        HALF=half,
+        GATED=grains is None,
+        BLOCK_M=config.block_m,
+        STAGES=config.stages,
+        MAX_REGISTERS=128 if wide else 112,
+        # so few that other programs fit on the multiprocessor; the multiplying warps are allocated more
+        maxnreg=96 if wide else 80,
+        pdl=pdl,
+        warps=4,
+    )
+
+
 def _linear_planes(
     x: Tensor,
     data: Tensor,
@@ -132,7 +193,7 @@ def _linear_planes(
         )
         components, grains = component_views(flat.contiguous(), k)
         operands = components, grains, data, scales, bias if tiling.split == 1 else None
-        streamed.multiply_planes(*operands, product, tiling, pdl)
+        launch_planes(*operands, product, tiling, pdl)
         return product if tiling.split > 1 else product.view(*x.shape[:-1], n)
     launch(
         nibble_planes.linear_planes,
@@ -163,9 +224,18 @@ def _gated_planes(
 
     A split product is returned in parts, float32 [split, 1, N], without the bias.
     """
-    split, tiling, n = config[3], MatmulConfig(*config), data.shape[0]
-    product = both.new_empty((split, 1, n), dtype=torch.float32) if split > 1 else both.new_empty((1, n))
-    streamed.multiply_gated_planes(both.contiguous(), data, scales, bias if split == 1 else None, product, tiling, pdl)
+    tiling, n, k, columns = MatmulConfig(*config), data.shape[0], 2 * data.shape[1], nibble_planes_gated.COLUMNS.value
+    both = both.contiguous()
+    expect(
+        both.shape == (1, 2 * k) and both.data_ptr() % 16 == 0 and tiling.prefetch_columns == columns,
+        lambda: (
+            f"gate and up {tuple(both.shape)} for a product with {tuple(data.shape)} bytes tiled as {config}: expected one "
+            f"row of {2 * k} that begins at a multiple of 16 bytes, and tiles of {columns} columns"
+        ),
+    )
+    is_split = tiling.split > 1
+    product = both.new_empty((tiling.split, 1, n), dtype=torch.float32) if is_split else both.new_empty((1, n))
+    launch_planes(both, None, data, scales, None if is_split else bias, product, tiling, pdl)
     return product
 
 
@@ -173,3 +243,41 @@ define("linear_quantized.triton_gated_planes", _gated_planes)
 
 
 define("linear_quantized.triton_planes", _linear_planes)
+
+
+def _linear_planes_rope_write_cache(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Multiply int8 component rows by nibbles in groups of 128 without zero points, rotate queries and keys, and write the
+    cache.
+
+    Returns queries [T, Hq, D] in ``dtype``.
+    """
+    tiling, (kv_heads, size), paired = MatmulConfig(*config), k_cache.shape[2:], nibble_planes_streamed.PAIRED.value
+    expect(
+        (size // 2 % paired, tiling.block_n, tiling.split) == (0, paired, 1),
+        lambda: (
+            f"queries and keys of heads of {size} in planes can't be tiled as {tiling}: expected boxes of "
+            f"{paired} rows that divide half a head, and no parts"
+        ),
+    )
+    q = x.new_empty((x.shape[0], data.shape[0] // size - 2 * kv_heads, size), dtype=dtype)
+    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2)
+    rotary = cos, sin, k_cache, v_cache, slots, q.shape[1], kv_heads, *strides
+    operands = *component_views(x, 2 * data.shape[1]), data, scales, bias
+    launch_planes(*operands, q, tiling, pdl, rotary, half=size // 2)
+    return q
+
+
+define("rope_write_cache.triton_linear_planes", _linear_planes_rope_write_cache, writes=("k_cache", "v_cache"))

@@ -7,12 +7,12 @@ from copy import copy
 from typing import Self
 
 from outrider_triton.launch import compile_only, vocabulary_shares
-from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, choose_config, config_tokens, every_config
+from outrider_triton.tiles.configs import BUCKETS, AttentionConfig, MatmulConfig
+from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, MIN_STREAMED_TOKENS, choose_config, config_tokens
 from outrider_triton.tiles.derive.quantized import UNQUANTIZED, OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.table import ANY_LAYER, Table
-from outrider_triton.tiles.variants import VariantScope, product_configs, share_counts
+from outrider_triton.tiles.variants import VariantScope, share_counts
 
 
 class TileSelection:
@@ -63,15 +63,17 @@ class TileSelection:
             self._derived[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
         return self._derived[key]
 
-    def every_product(self, operator: str, dtype: str, *, n: int, k: int, half: int = 0) -> tuple[MatmulConfig, ...]:
-        """Return the configurations of :meth:`product` for any number of tokens."""
-        return product_configs(self.facts, self.table, operator, dtype, n=n, k=k, half=half, layer=self.layer)
+    def token_counts(self) -> Sequence[int]:
+        """Return numbers of tokens that together need every configuration, and every kernel, of any product."""
+        measured = () if self.table is None else self.table.entries.values()
+        counts = {entry.m for layers in measured for entries in layers.values() for entry in entries}
+        return sorted({1, MIN_STREAMED_TOKENS, *BUCKETS, MAX_TOKENS_TUNED + 1} | counts)
 
-    def every_derived(
-        self, operator: str, *, n: int, k: int, half: int = 0, stored: OperandStorage
-    ) -> tuple[MatmulConfig, ...]:
-        """Return the configurations of :meth:`derived` for any number of tokens."""
-        return every_config(self.facts, operator, n=n, k=k, half=half, stored=stored)
+    def samples(self, *key: object) -> Iterator[int]:
+        """Yield each of :meth:`token_counts` inside the scope of variants, once for ``key`` and this layer. The caller
+        computes so many rows, which only compiles the kernels.
+        """
+        return self.scope.each((*key, self.layer), self.token_counts())
 
     def attention(self, groups: int, head_size: int, group: int) -> AttentionConfig | None:
         """Return the stored configuration of attention with ``groups`` programs without splits, or None."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TypeVar
 
 from triton.runtime.errors import OutOfResources
 
-from outrider_triton.launch import power_of_two, vocabulary_shares
-from outrider_triton.tiles.configs import BUCKETS, MatmulConfig
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, every_config
-from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import ANY_LAYER, Table
+from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.tiles.derive.attention import AttentionLaunch
 from outrider_triton.workers import compiling
 
 _MAX_ROWS = 1024
 _MAX_REQUESTS = 256
+_Variant = TypeVar("_Variant")
 
 
 class VariantScope:
@@ -27,20 +26,21 @@ class VariantScope:
     def __init__(self) -> None:
         self.depth = 0
         self._compiled_keys: set[object] = set()
-        self._configs: dict[object, tuple[tuple[int, ...], ...]] = {}
+        self._configs: dict[object, tuple[AttentionLaunch, ...]] = {}
 
-    def must_compile(self, key: object) -> bool:
-        """Return True if the variants of ``key`` must be compiled now: inside the scope, and at the first call
-        for ``key``.
+    def each(self, key: object, variants: Iterable[_Variant]) -> Iterator[_Variant]:
+        """Yield each of ``variants`` inside the scope, at the first call for ``key``; kernels that the caller then launches
+        are only compiled.
         """
-        if not self.depth or key in self._compiled_keys:
-            return False
-        self._compiled_keys.add(key)
-        return True
+        if self.depth and key not in self._compiled_keys:
+            self._compiled_keys.add(key)
+            for variant in variants:
+                with compile_only():
+                    yield variant
 
     def attention_configs(
-        self, key: object, config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
-    ) -> tuple[tuple[int, ...], ...]:
+        self, key: object, config: Callable[[int, int, int], AttentionLaunch], *, max_query: int, capacity: int
+    ) -> tuple[AttentionLaunch, ...]:
         """Return :func:`attention_configs`, cached for the heads that ``key`` names, since it takes a tenth of a second."""
         sizes = key, power_of_two(max_query), capacity
         found = self._configs.get(sizes)
@@ -81,36 +81,16 @@ def ignore_unfitting() -> AbstractContextManager[None]:
     return suppress(OutOfResources)
 
 
-def product_configs(
-    facts: DeviceFacts,
-    table: Table | None,
-    operator: str,
-    dtype: str,
-    *,
-    n: int,
-    k: int,
-    half: int = 0,
-    layer: str = ANY_LAYER,
-) -> tuple[MatmulConfig, ...]:
-    """Return every configuration of this weight in ``layer`` for any number of tokens."""
-    counts = () if table is None else range(1, MAX_TOKENS_TUNED + 1)
-    tuned = {m: table.entry(operator, dtype, n=n, k=k, m=m, layer=layer) for m in counts} if table else {}
-    found = dict.fromkeys(entry.config for entry in tuned.values() if entry is not None and entry.config is not None)
-    served = {m for m in BUCKETS if tuned.get(m) is not None}
-    found.update(dict.fromkeys(every_config(facts, operator, n=n, k=k, half=half, but=served)))
-    return tuple(found)
-
-
 def attention_configs(
-    config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
-) -> tuple[tuple[int, ...], ...]:
+    config: Callable[[int, int, int], AttentionLaunch], *, max_query: int, capacity: int
+) -> tuple[AttentionLaunch, ...]:
     """Return every ``config(batch, max_query, max_kv)`` for at most ``max_query`` queries and ``capacity`` cached tokens."""
-    found: dict[tuple[int, ...], None] = {}
+    found: dict[AttentionLaunch, None] = {}
     for queries in _powers(max_query):
         for batch in _powers(_MAX_REQUESTS):
             # Bounds in tables and of splits also lie between powers of two.
             for cached in (size + part for size in _powers(capacity) for part in (0, size // 4, size // 2)):
-                found[tuple(config(batch, queries, min(max(cached, 1), capacity)))] = None
+                found[config(batch, queries, min(max(cached, 1), capacity))] = None
     return tuple(found)
 
 

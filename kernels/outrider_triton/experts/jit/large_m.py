@@ -15,8 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
 from outrider_triton.jit.tma_pipeline import limit_in_flight
-from outrider_triton.products.jit.large_m_gates import GROUP, UNIT, make_pipelines, store_tile, tile_sums
+from outrider_triton.products.jit.large_m_gates import GROUP, REGISTERS, UNIT, make_pipelines, store_tile, tile_sums
 from outrider_triton.products.jit.matmul import swiglu
+
+_GROUPS = gl.constexpr(2)
+"""Number of multiplying warpgroups."""
 
 
 @gluon.jit
@@ -103,7 +106,6 @@ def _multiply(
     routing,
     n,
     WHICH: gl.constexpr,
-    GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     GATED: gl.constexpr,
     layout: gl.constexpr,
@@ -113,18 +115,18 @@ def _multiply(
     _expert_of, used, tiles = routing
     BLOCK_M: gl.constexpr = pipelines[1][0].shape[1]
     LOW: gl.constexpr = WHICH * GROUP if GATED else 2 * WHICH * GROUP
-    HIGH: gl.constexpr = (GROUPS + WHICH) * GROUP if GATED else LOW + GROUP
+    HIGH: gl.constexpr = (_GROUPS + WHICH) * GROUP if GATED else LOW + GROUP
     wait_for_previous_kernel(PDL)
     for local in range(_items(used, tiles)):
         block, tile = _item(local, tiles)
         begins = block * BLOCK_M
         low, high = tile_sums(pipelines, local, LOW, HIGH, STEPS, layout)
         if GATED:
-            first = (tile * GROUPS + WHICH) * (GROUP // UNIT) * UNIT
+            first = (tile * _GROUPS + WHICH) * (GROUP // UNIT) * UNIT
             activations = swiglu(low, high, out.dtype.element_ty)
             store_tile(activations, out, first, n - first, n, begins + BLOCK_M, begins)
         else:
-            first = (tile * GROUPS + WHICH) * (2 * GROUP // UNIT) * UNIT
+            first = (tile * _GROUPS + WHICH) * (2 * GROUP // UNIT) * UNIT
             store_tile(low.to(out.dtype.element_ty), out, first, n - first, n, begins + BLOCK_M, begins)
             first += GROUP
             store_tile(high.to(out.dtype.element_ty), out, first, n - first, n, begins + BLOCK_M, begins)
@@ -139,46 +141,33 @@ def tall_experts(
     out,
     n,
     tiles,
-    GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     TOKEN_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Multiply sorted rows ``x`` [places, k] by their block's expert into ``out`` [places, n], in blocks of BLOCK_M places.
 
     GATED: ``w`` is ``[experts * 2 n, k]``, and the result is SwiGLU; else ``w`` is ``[experts * n, k]``. ``expert_of`` int64
-    [blocks] is each block's expert, and ``used`` int64 [1] the number of blocks. A tile has GROUPS times 128 rows. Both n and
+    [blocks] is each block's expert, and ``used`` int64 [1] the number of blocks. A tile has 256 rows. Both n and
     k are multiples of 8.
 
     The kernel begins late (:func:`outrider_triton.jit.dependent.begin_late`), and so does the kernel before it: the next one
     may read the blocks' experts at once.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    pipelines = make_pipelines(x, w, GROUPS, BLOCK_M, BLOCK_K, STAGES, TOKEN_STAGES)
+    pipelines = make_pipelines(x, w, _GROUPS, BLOCK_M, BLOCK_K, STAGES, TOKEN_STAGES)
     routing = expert_of, used, tiles
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_multiply, (out, pipelines, routing, n, 0, GROUPS, STEPS, GATED, layout, PDL)),
-                (_load_weights, (w, pipelines[0], routing, n, STEPS, GATED)),
-                (_load_tokens, (x, pipelines[1], routing, STEPS, PDL)),
-            ],
-            [1, 1],
-            [40, 40],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (out, pipelines, routing, n, 0, GROUPS, STEPS, GATED, layout, PDL)),
-                (_multiply, (out, pipelines, routing, n, 1, GROUPS, STEPS, GATED, layout, PDL)),
-                (_load_weights, (w, pipelines[0], routing, n, STEPS, GATED)),
-                (_load_tokens, (x, pipelines[1], routing, STEPS, PDL)),
-            ],
-            [4, 1, 1],
-            [REGISTERS, 40, 40],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (out, pipelines, routing, n, 0, STEPS, GATED, layout, PDL)),
+            (_multiply, (out, pipelines, routing, n, 1, STEPS, GATED, layout, PDL)),
+            (_load_weights, (w, pipelines[0], routing, n, STEPS, GATED)),
+            (_load_tokens, (x, pipelines[1], routing, STEPS, PDL)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 40, 40],
+    )

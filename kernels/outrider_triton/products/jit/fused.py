@@ -19,7 +19,6 @@ from outrider_triton.products.jit.matmul import inverse_rms, load_squares, rows_
 def linear_add(
     x,
     weight,
-    descriptor,
     bias,
     residual,
     norm,
@@ -61,8 +60,7 @@ def linear_add(
     lane = tl.arange(0, BLOCK_K)
     tile = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
     column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
-    first_row = tl.program_id(0) * rows_per_program
-    total = sum_of_tiles(tile, column, descriptor, row_mask, tokens < m, first_row, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
+    total = sum_of_tiles(tile, column, None, row_mask, tokens < m, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
     updated = (total + bias_values[:, None] + residual_values.to(tl.float32)).to(residual.dtype.element_ty)
     tl.store(residual + offset, updated, mask=mask)
     if norm is not None:

@@ -24,7 +24,7 @@ GROUP = gl.constexpr(64)
 """Pairs of rows per warpgroup: 64 gate rows, the matrix unit's height, and 64 up rows."""
 UNIT = gl.constexpr(8)
 """The number of gate rows, and each program's share of them, are multiples of this."""
-_REGISTERS = gl.constexpr(168)
+REGISTERS = gl.constexpr(168)
 """Registers per multiplying thread: for 128 sums and their operands."""
 
 
@@ -263,5 +263,5 @@ def tall_silu_mul(
                 (_load_tokens, (x, pipelines[1], tiles, STEPS, PDL)),
             ],
             [4, 1, 1],
-            [_REGISTERS, 40, 40],
+            [REGISTERS, 40, 40],
         )

@@ -16,66 +16,35 @@ from outrider_triton.products.jit.matmul import rows_and_tokens
 # -- element conversion ----------------------------------------------------------------------------------------
 
 
+def _unpacking(leading: str, setup: str, subtract: str) -> tl.constexpr:
+    """Return inline assembly that makes four registers of two numbers from four bytes: their low nibbles, then the high ones.
+
+    Nibbles are inserted into the mantissas of ``leading``, which ``subtract`` then removes; ``setup`` prepares its operands.
+    """
+    code = f"{{ .reg .b32 high, bits, ones, less; {setup} shr.u32 high, $4, 4;"
+    sources = (("$4", "0x4140"), ("$4", "0x4342"), ("high", "0x4140"), ("high", "0x4342"))
+    for result, (source, selected) in enumerate(sources):
+        code += f" prmt.b32 bits, {source}, 0, {selected}; lop3.b32 bits, bits, 0x000F000F, {leading}, 0xEA;"
+        code += f" {subtract.format(result)};"
+    return tl.constexpr(code + " }")
+
+
+_UNPACK_BF16 = _unpacking(
+    "0x43004300", "mov.b32 ones, 0x3F803F80; mov.b32 less, 0xC308C308;", "fma.rn.bf16x2 ${}, bits, ones, less"
+)
+_UNPACK_FP16 = _unpacking("0x64006400", "mov.b32 less, 0x64086408;", "sub.f16x2 ${}, bits, less")
+
+
 @triton.jit
 def _unpack_nibbles(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
     """Return both nibbles of each byte, less 8, as TYPE. ASM: convert two at a time, by inserting them into the mantissa of
     128 or 1024.
     """
+    REGISTERS: tl.constexpr = "=r,=r,=r,=r,r"
     if ASM and tl.bfloat16 == TYPE:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 high, bits, ones, less;
-            mov.b32 ones, 0x3F803F80;
-            mov.b32 less, 0xC308C308;
-            shr.u32 high, $4, 4;
-            prmt.b32 bits, $4, 0, 0x4140;
-            lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, bits, ones, less;
-            prmt.b32 bits, $4, 0, 0x4342;
-            lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $1, bits, ones, less;
-            prmt.b32 bits, high, 0, 0x4140;
-            lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $2, bits, ones, less;
-            prmt.b32 bits, high, 0, 0x4342;
-            lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $3, bits, ones, less;
-            }
-            """,
-            "=r,=r,=r,=r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
+        return tl.inline_asm_elementwise(_UNPACK_BF16, REGISTERS, [packed], (tl.bfloat16, tl.bfloat16), True, 4)
     elif ASM and tl.float16 == TYPE:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 high, bits, less;
-            mov.b32 less, 0x64086408;
-            shr.u32 high, $4, 4;
-            prmt.b32 bits, $4, 0, 0x4140;
-            lop3.b32 bits, bits, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 $0, bits, less;
-            prmt.b32 bits, $4, 0, 0x4342;
-            lop3.b32 bits, bits, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 $1, bits, less;
-            prmt.b32 bits, high, 0, 0x4140;
-            lop3.b32 bits, bits, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 $2, bits, less;
-            prmt.b32 bits, high, 0, 0x4342;
-            lop3.b32 bits, bits, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 $3, bits, less;
-            }
-            """,
-            "=r,=r,=r,=r,r",
-            [packed],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
+        return tl.inline_asm_elementwise(_UNPACK_FP16, REGISTERS, [packed], (tl.float16, tl.float16), True, 4)
     else:
         low = ((packed & 15).to(tl.int32) - 8).to(tl.float32)
         high = ((packed >> 4).to(tl.int32) - 8).to(tl.float32)

@@ -8,8 +8,8 @@ which exit at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider_triton.launch import power_of_two
 from outrider_triton.tiles.configs import AttentionConfig
@@ -43,9 +43,8 @@ class AttentionHeads:
     """Number of tokens per page; 0 if a copy engine can't read the cache (other dtype than queries, or unaligned)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionLaunch:
-    """A launch of attention: block sizes, splits, warps and pipeline stages."""
+class AttentionLaunch(NamedTuple):
+    """A launch of attention: block sizes, splits, warps and pipeline stages; the operand ``config`` of its operators."""
 
     block_rows: int
     """Number of query rows per block: new tokens times query heads per key head."""
@@ -57,17 +56,13 @@ class AttentionLaunch:
     streamed: bool = False
     """True if keys and values come through the TMA pipeline, to which ``stages`` then refers."""
 
-    def as_list(self) -> list[int]:
-        """Return the fields as the list that the attention operators take as ``config``."""
-        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages, int(self.streamed)]
+    @property
+    def can_read_before_wait(self) -> bool:
+        """True if the launch reads the settled part of the cache before it waits for the preceding kernel.
 
-
-def can_read_before_wait(config: Sequence[int]) -> bool:
-    """Return True if a launch reads the settled part of the cache before it waits for the preceding kernel.
-
-    An unsplit, unstreamed launch has many blocks, of which only the first would come earlier.
-    """
-    return config[2] > 1 or bool(config[5])
+        An unsplit, unstreamed launch has many blocks, of which only the first would come earlier.
+        """
+        return self.split > 1 or self.streamed
 
 
 def attention_bytes(facts: DeviceFacts, heads: AttentionHeads, rows: int, block_kv: int) -> int:
@@ -119,7 +114,7 @@ def derive_attention_launch(
     # Two programs per multiprocessor; enough sequences aren't split at all.
     split = _split_count(2 * facts.processors // unsplit_programs(heads, rows, batch, max_query), max_kv, block, tuned)
     stages = tuned.stages if tuned else 2 if heads.bytes > 2 or facts.capability == 0 else 3
-    return AttentionLaunch(block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages)
+    return AttentionLaunch(rows, block, split, tuned.warps if tuned else 4, stages)
 
 
 def _streamed_launch(
@@ -139,7 +134,7 @@ def _streamed_launch(
     stages = tuned.stages if tuned else max(2, budget // (2 * block * heads.size * heads.bytes))
     while streamed_attention_bytes(heads, rows, block, stages) > facts.shared_bytes and stages > 1:
         stages -= 1
-    return AttentionLaunch(block_rows=rows, block_kv=block, split=split, warps=4, stages=stages, streamed=True)
+    return AttentionLaunch(rows, block, split, 4, stages, streamed=True)
 
 
 def _split_count(wanted: int, max_kv: int, block: int, tuned: AttentionConfig | None) -> int:

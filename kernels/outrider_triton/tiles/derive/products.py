@@ -9,11 +9,11 @@ the same share of the weight and keeps enough loads in flight. With more tokens 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from outrider_triton.launch import power_of_two
-from outrider_triton.tiles.configs import BUCKETS, LARGE_M, SCALED_BLOCKS, STREAMED, MatmulConfig, bucket
+from outrider_triton.tiles.configs import LARGE_M, SCALED_BLOCKS, STREAMED, MatmulConfig, bucket
 from outrider_triton.tiles.derive.quantized import (
     ACHIEVED_FLOPS_FRACTION,
     BLOCK_ROWS,
@@ -43,7 +43,7 @@ OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_
 _GATED = ("linear_silu_mul", "scaled_silu_mul")
 _ADDED = ("linear_add", "linear_add_scaled")
 _PAIRS = 32  # pairs of rows per streamed tile; equals outrider_triton.jit.tma_pipeline.PAIRS
-_MIN_STREAMED_TOKENS = 4  # tokens that fill the matrix unit's minimum width, at two int8 components per token
+MIN_STREAMED_TOKENS = 4  # tokens that fill the matrix unit's minimum width, at two int8 components per token
 # Low or high rows next to each other in a tile of pairs; equals PAIRED in
 # outrider_triton.quantized.jit.nibble_planes_streamed.
 _PAIRED = 8
@@ -119,7 +119,7 @@ def config_tokens(m: int, stored: OperandStorage = UNQUANTIZED) -> int:
     else its :func:`bucket`.
     """
     return (
-        _MIN_STREAMED_TOKENS if stored.can_stream and stored.convert_instructions and m <= _MIN_STREAMED_TOKENS else bucket(m)
+        MIN_STREAMED_TOKENS if stored.can_stream and stored.convert_instructions and m <= MIN_STREAMED_TOKENS else bucket(m)
     )
 
 
@@ -345,7 +345,7 @@ def _streamed_nibbles(
             continue
         units = -(-row_factor * each // NIBBLE_TILE_ROWS) * steps
         without_stages = MatmulConfig(
-            max(_MIN_STREAMED_TOKENS, m), box, steps * tile_columns, split, warps, 0, tile_columns, STREAMED, each
+            max(MIN_STREAMED_TOKENS, m), box, steps * tile_columns, split, warps, 0, tile_columns, STREAMED, each
         )
         budget = min(facts.shared_bytes, facts.processor_shared // waves - 1024) - shared_bytes(
             facts, operator, without_stages, stored
@@ -583,19 +583,3 @@ def _resident_programs(facts: DeviceFacts, operator: str, config: MatmulConfig, 
         facts.registers // registers,
         8,
     )
-
-
-def every_config(
-    facts: DeviceFacts,
-    operator: str,
-    *,
-    n: int,
-    k: int,
-    half: int = 0,
-    but: Collection[int] = (),
-    stored: OperandStorage = UNQUANTIZED,
-) -> tuple[MatmulConfig, ...]:
-    """Return every configuration of a weight for any number of tokens, buckets in ``but`` excluded."""
-    sizes = {config_tokens(size, stored) for size in (1, *BUCKETS)}
-    found = (choose_config(facts, operator, m=m, n=n, k=k, half=half, stored=stored) for m in sorted(sizes) if m not in but)
-    return tuple(dict.fromkeys(config for config in found if config is not None))

@@ -20,7 +20,7 @@ from outrider_triton.attention import operators as _attention_ops  # noqa: F401
 from outrider_triton.launch import power_of_two
 from outrider_triton.products import operators as _product_operators  # noqa: F401  (registers the operators)
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.attention import can_read_before_wait
+from outrider_triton.tiles.derive.attention import AttentionLaunch
 from outrider_triton.tiles.measure.chain import normal
 from outrider_triton.tiles.store.table import Key
 
@@ -44,7 +44,7 @@ class AttentionJob:
     """
 
     shape: DecoderShape
-    config: tuple[int, ...]
+    config: AttentionLaunch
     width: int
 
 
@@ -94,13 +94,13 @@ def _squares(shape: DecoderShape, config: MatmulConfig, m: int, device: torch.de
 
 
 def _compile_attention(job: AttentionJob, device: torch.device, pdl: bool) -> None:
-    shape, config = job.shape, list(job.config)
+    shape, config = job.shape, job.config
     heads, size = shape.heads, shape.head_size
     q = normal(device, job.width, heads, size)
     cache = normal(device, 3, 16, shape.kv_heads, size)
     starts = torch.tensor([0, job.width], dtype=torch.int32, device=device)
     lens, table = starts[1:] + 8, torch.zeros(1, 48, dtype=torch.int32, device=device)
-    settled = pdl and can_read_before_wait(config)  # as in every layer but the first
+    settled = pdl and config.can_read_before_wait  # as in every layer but the first
     for early in {settled, False}:
         torch.ops.outrider.paged_attention.triton(
             q, cache, cache, starts, lens, table, None, job.width, 32, 0.1, 0, early, config, pdl

@@ -366,7 +366,7 @@ class _Tuner:
     def _attention_job(self, m: int, config: AttentionConfig) -> AttentionJob:
         batch, width = MEASURED_BATCHES[m]
         launch = self._kernels.attention.attention_launch(*self._sample_operands(), batch, width, 640, config)
-        return AttentionJob(self._shape, tuple(launch.as_list()), width)
+        return AttentionJob(self._shape, launch, width)
 
     def _sample_operands(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uninitialized queries and keys, of which the callee uses only the shapes."""

@@ -1,0 +1,122 @@
+"""ProductPlan: how a kernel computes the product of a quantised weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.device import QuantizedWeight
+from outrider_triton.launch import power_of_two
+from outrider_triton.quantized.formats import TRITON_FORMATS
+from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
+from outrider_triton.tiles.derive.quantized import OperandStorage
+from outrider_triton.tiles.facts import DeviceFacts
+
+_COLUMNS_PER_SCALE = 128
+"""Number of columns per multiplication if group scales multiply the sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """The plan by which a kernel computes the product of a weight; see
+    :func:`outrider_triton.quantized.jit.products.linear_quantized`.
+    """
+
+    mode: str
+    """Granularity of the scales: one per ``row``, one per ``block`` of at least the columns of one multiplication, or
+    ``fine``, per fewer columns.
+    """
+    native: bool
+    """True if the matrix unit takes both operands as stored."""
+    columns: int
+    """Number of columns per scale, a power of two."""
+    at_once: int
+    """Maximum number of columns per multiplication; 0: a whole tile."""
+    planes: bool = False
+    """True if the product uses nibble planes (:func:`outrider_triton.quantized.jit.nibble_planes.linear_planes`)."""
+    library_blocks: bool = False
+    """True if torch's library multiplies the operands as stored, with scales of blocks and of groups of 128 columns."""
+    can_stream: bool = False
+    """True if a streamed kernel exists: with ``planes``
+    :func:`outrider_triton.quantized.jit.nibble_planes_streamed.streamed_planes`, else
+    :func:`outrider_triton.products.jit.streamed.streamed_linear`.
+    """
+    shares_units: bool = False
+    """True if :func:`outrider_triton.quantized.jit.scaled_blocks.multiply_scaled_blocks` multiplies the operands."""
+
+    def stored(self, format: str) -> OperandStorage:
+        """Return the operand storage of a weight in ``format``, from which the time of this plan is estimated."""
+        registered = TRITON_FORMATS[format]
+        instructions = 0.0 if self.native else registered.convert_instructions * (1.0 if self.mode != "fine" else 1.3)
+        instructions = 1.4 if self.planes else instructions
+        least = 8 if self.planes or self.native else 16
+        return OperandStorage(
+            registered.elements.bits,
+            1 if self.native else 2,
+            self.at_once,
+            instructions,
+            not self.planes,
+            least,
+            self.can_stream,
+            self.shares_units,
+        )
+
+
+def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> ProductPlan | None:
+    """Return the plan for a weight, or None if the kernel can't multiply it. ``planes``: nibble planes may be used.
+
+    The kernel can't multiply four kinds: a format that isn't registered; groups of columns (of the weight or its activations)
+    that are neither a power of two nor a multiple of 64 times one; an odd number of four-bit columns; scales in float64.
+    """
+    k, columns = weight.shape[1], weight.block[1]
+    zeros, at_once = weight.zero_points is not None, 0
+    registered = TRITON_FORMATS.get(weight.format)
+    if registered is None or weight.scales.dtype is torch.float64 or (registered.is_packed and k % 2):
+        return None
+    if columns >= k:
+        mode, columns = ("block" if zeros else "row"), power_of_two(k)
+    elif _power_of_two_factor(columns) >= 64:
+        mode, at_once = "block", min(_power_of_two_factor(columns), _COLUMNS_PER_SCALE)
+    elif _power_of_two_factor(columns) == columns and columns > 1:
+        mode, at_once = "fine", 2 * _COLUMNS_PER_SCALE
+    else:
+        return None
+    group = weight.activation_group if weight.activation_group < k else 0
+    if group:
+        at_once = min(at_once or _COLUMNS_PER_SCALE, _power_of_two_factor(group))
+        if at_once < 32 or (mode == "fine" and at_once < columns):
+            return None
+    native = registered.is_native(facts) and weight.activations == weight.format and not zeros and mode != "fine"
+    in_planes = (
+        planes
+        and registered.has_planes
+        and mode != "fine"
+        and k % UNIT_COLUMNS.value == 0
+        and weight.data.data_ptr() % 4 == 0
+    )
+    in_planes = in_planes and weight.activations is None
+    ring = in_planes and not zeros and mode == "block" and weight.block == (1, UNIT_COLUMNS.value)
+    by_piece = mode == "block" and columns == group == UNIT_COLUMNS.value and weight.scales.shape[1] == k // columns
+    by_row = mode == "row" and not group
+    ring = ring or (native and registered.streams_rows and (by_row or by_piece) and k % UNIT_COLUMNS.value == 0)
+    ring = ring and facts.streams_products and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
+    ring = ring and weight.data.is_contiguous()
+    by_block = native and by_piece and weight.block[0] == UNIT_COLUMNS.value
+    shares = by_block and ring and weight.shape[0] % UNIT_COLUMNS.value == 0
+    by_block = by_block and _library_scales_blocks(facts, weight)
+    return ProductPlan(mode, native, columns, at_once, in_planes, by_block, ring, shares)
+
+
+def _library_scales_blocks(facts: DeviceFacts, weight: QuantizedWeight) -> bool:
+    """Return True if cuBLAS multiplies the weight with scales of blocks: from CUDA 12.9 on, on Hopper, if the rows of its
+    scales are multiples of 16 bytes.
+    """
+    version = torch.version.cuda
+    known = version is not None and tuple(map(int, version.split(".")[:2])) >= (12, 9)
+    return known and facts.capability == 90 and weight.shape[0] % 128 == 0 and weight.scales.shape[1] % 4 == 0
+
+
+def _power_of_two_factor(value: int) -> int:
+    """Return the largest power of two that divides ``value``."""
+    return value & -value
