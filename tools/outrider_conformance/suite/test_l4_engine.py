@@ -5,9 +5,11 @@ It does so in every declared mode and dtype, and the device's own kernels answer
 
 from __future__ import annotations
 
+from unittest.mock import Mock, call
+
 import pytest
 
-from outrider.device import Backend, CapabilityError, Recompute
+from outrider.device import Backend, CapabilityError
 from outrider_conformance import engines
 from outrider_conformance.kernel_calls import KERNELS
 from outrider_conformance.lab import Lab, expect
@@ -109,38 +111,22 @@ def test_tokens_are_the_same_in_every_order(lab: Lab) -> None:
         not_applicable("neither the schedule nor the timing of this device can be changed")
 
 
-class _Joined:
-    """A joined plan that stores the requests of the policy."""
-
-    def __init__(self, *, idle: bool) -> None:
-        self.idle = idle
-        self.asked: list[str] = []
-
-    def recompute(self, what: Recompute) -> None:
-        """Store a request to recompute a part of the plan."""
-        self.asked.append(f"recompute {what}")
-
-    def refresh(self, buffer: str) -> None:
-        """Store a request to refresh a buffer of the plan."""
-        self.asked.append(f"refresh {buffer}")
-
-
 @promise("SpeculativeSync.after_join", "Do what this device needs between the join and the replay. Idempotent")
 def test_what_is_done_after_the_join_is_what_is_declared(lab: Lab) -> None:
     """Two calls of ``after_join`` make the same declared requests to the plan, and a call for an idle batch makes none."""
     sync = lab.backend.speculative_sync
     (stream,) = lab.streams("s")
-    plan, idle = _Joined(idle=False), _Joined(idle=True)
+    plan, idle = (Mock(spec_set=("idle", "recompute", "refresh"), idle=is_idle) for is_idle in (False, True))
     with lab.backend.on(stream):
         sync.after_join(plan)
-        once = list(plan.asked)
+        once = list(plan.method_calls)
         sync.after_join(plan)
         sync.after_join(idle)
-    expect(plan.asked, once + once, "what after_join asks for when it's called twice")
-    expect(idle.asked, [], "what after_join asks for when the batch is idle")
-    declared = {f"recompute {what}" for what in sync.recompute_after_join}
-    declared |= {f"refresh {buffer}" for buffer in sync.refresh_before_replay}
-    expect(set(once), declared, "what after_join does, against what the policy declares")
+    expect(plan.method_calls, once + once, "what after_join asks for when it's called twice")
+    expect(idle.method_calls, [], "what after_join asks for when the batch is idle")
+    declared = {str(call.recompute(what)) for what in sync.recompute_after_join}
+    declared |= {str(call.refresh(buffer)) for buffer in sync.refresh_before_replay}
+    expect(set(map(str, once)), declared, "what after_join does, against what the policy declares")
 
 
 _TOKENS = 12
