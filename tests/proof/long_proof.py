@@ -6,7 +6,7 @@ It runs on the simulated device alone, over processes, and writes `proof.json` (
 docs/evidence). `--seconds` bounds it; what was done by then is written. The parts:
 
 programs   distinct host programs (batch mixes, aborts, preemptions, prefix hits, hand-overs), each under as many schedules,
-           over every proposer, mode and personality, text and images. Tokens equal plain greedy decoding, acceptance
+           over every proposer, mode and personality, text and images, hybrids. Tokens equal plain greedy decoding, acceptance
            equals the synchronous engine's, no page or row is lost; the first two schedules are watched by the sanitizer.
 fences     for each fence, consumer, half, mode and proposer: left out, it's found in one watched run and named from the
            finding (*live*), or nothing was left out in any program (*unused*).
@@ -58,21 +58,20 @@ def fence_cells() -> Iterator[tuple[str, str, str | None]]:
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """Yield the arguments of :func:`run_job` for every job, the longest jobs first: the part, then the fields of a setup."""
-    from outrider_proof.engine_setups import PERSONALITIES, PROPOSERS
+    from outrider_proof.engine_setups import HYBRID, PERSONALITIES, PROPOSERS
+    from outrider_proof.rank_engine import HYBRID_PROPOSERS
     from proof.setups import all_setups
 
-    wanted = options.proposers or PROPOSERS
+    hybrids = tuple(name + HYBRID for name in HYBRID_PROPOSERS)
+    wanted = options.proposers or (*PROPOSERS, *hybrids)
     likes, place = (options.through,) if options.through else PERSONALITIES, options.emulations and str(options.emulations)
-    setups = [
-        (setup.proposer, setup.mode, setup.like, place)
-        for setup in all_setups(likes, options.emulations)
-        if setup.proposer in wanted
-    ]
+    drawn = all_setups(likes, options.emulations, proposers=wanted)
+    setups = [(setup.proposer, setup.mode, setup.like, place) for setup in drawn]
     if "programs" in options.parts:
         for number in range(options.first, options.programs):
             yield "programs", *setups[number % len(setups)], number, options.schedules
     if "fences" in options.parts:
-        for setup in setups:
+        for setup in (setup for setup in setups if setup[0] not in hybrids):
             for fence, half, consumer in fence_cells():
                 if options.through or setup[2] == "cuda" or fence in PERSONALITY_DEPENDENT_FENCES:
                     yield "fences", *setup, fence, half, consumer
