@@ -30,7 +30,7 @@ from outrider.device import (
     Stream,
     Weight,
 )
-from outrider_conformance.kernel_calls import counts_of, layers_of
+from outrider_conformance.kernel_calls import counts_of
 from outrider_conformance.lab import Lab
 from outrider_conformance.reporting.verdict import not_applicable
 
@@ -265,9 +265,10 @@ def check_block(lab: Lab, shape: str, *, quantized: bool) -> None:
     if quantized and not formats:
         not_applicable("no format of quantised weights is declared")
     calls = counts_of(kernels)
-    own = next((layer.name for layer in layers_of(kernels) if "paged_attention" in calls.overridden[layer.name]), None)
-    if own is None:
+    overriding = calls.overriding_layer("paged_attention")
+    if overriding is None:
         not_applicable("attention is the reference's")
+    own, _ = overriding
     batch = paged_batch(lab, shape)
     dtype = batch.dtype
     hidden, tokens = HEADS * HEAD_SIZE, batch.made["q"].shape[0]
@@ -314,9 +315,6 @@ def _ones(format: str, rows: int, columns: int, device: torch.device) -> Quantiz
 def check_own_answers(backend: Backend) -> None:
     """Fail if the kernel set that overrides attention left calls to the overridden method."""
     calls = counts_of(backend.kernels_in_use)
-    for layer in layers_of(backend.kernels_in_use):
-        if "paged_attention" in calls.overridden[layer.name]:
-            left = calls.shapes("paged_attention", kernels=layer.name, own=False)
-            unused = "paged_attention" in layer.unused_overrides()
-            assert unused or not left, f"{layer.name!r} left its own attention to what it overrides, with {'; '.join(left)}"
-            return
+    name, unused = calls.overriding_layer("paged_attention") or ("", "no kernel set overrides it")
+    left = calls.shapes("paged_attention", kernels=name, own=False)
+    assert unused or not left, f"{name!r} left its own attention to what it overrides, with {'; '.join(left)}"

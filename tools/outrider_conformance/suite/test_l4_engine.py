@@ -11,9 +11,9 @@ import pytest
 
 from outrider.device import Backend, CapabilityError
 from outrider_conformance import engines
-from outrider_conformance.kernel_calls import KERNELS
+from outrider_conformance.kernel_calls import KERNELS, KernelCalls
 from outrider_conformance.lab import Lab, expect
-from outrider_conformance.observed_kernels import USES, ObservedKernels, modes_of
+from outrider_conformance.observed_kernels import USES, modes_of
 from outrider_conformance.promises import promise
 from outrider_conformance.reporting.verdict import not_applicable
 
@@ -153,7 +153,7 @@ def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None
 
 @promise("KernelSet.unused_overrides", "Every other override must compute calls itself when the kit calls it.")
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_an_overridden_kernel_computes_something_itself(observed: ObservedKernels, kernel: str) -> None:
+def test_an_overridden_kernel_computes_something_itself(observed: KernelCalls, kernel: str) -> None:
     """At least one call of each override is computed by the override itself.
 
     Calls come from engines in each declared mode and from the kit's random operands.
@@ -162,7 +162,7 @@ def test_an_overridden_kernel_computes_something_itself(observed: ObservedKernel
     if overriding is None:
         not_applicable("the kernel set doesn't override it")
     name, unused = overriding
-    own, left = observed.count(kernel, own=True), observed.count(kernel, own=False)
+    own, left = (observed.count(kernel, own=own, kernels=name) for own in (True, False))
     if unused:
         expect(own, 0, f"calls of {kernel} that {name!r} computed, though it says that it never does ({unused})")
         not_applicable(f"never used here: {unused}")
@@ -175,16 +175,14 @@ def test_an_overridden_kernel_computes_something_itself(observed: ObservedKernel
 
 @promise("KernelSet", "``outrider conform`` counts both kinds of calls.")
 @pytest.mark.parametrize("use", USES)
-def test_own_attention_serves_the_engine(observed: ObservedKernels, use: str) -> None:
+def test_own_attention_serves_the_engine(observed: KernelCalls, use: str) -> None:
     """Attention of the backend answers prefill, draft, decode, verification and draft-extend."""
     overriding = observed.overriding_layer("paged_attention")
     if overriding is None or overriding[1]:
         not_applicable("attention is the reference's")
-    own, left = (
-        observed.calls.count("paged_attention", own=True, use=use),
-        observed.count("paged_attention", own=False, use=use),
-    )
-    if use == "draft" and observed.plans_on_host and not own:
+    own = observed.count("paged_attention", own=True, use=use)
+    left = observed.count("paged_attention", own=False, kernels=overriding[0], use=use)
+    if use == "draft" and observed.kernels.plans_on_host and not own:
         not_applicable("these kernels plan on the host, and passes of a draft aren't planned")
     assert own, (
         f"attention for {use} was left to the reference each of {left} times, with the page_size and dtype that the backend "
