@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from forks import Fork, run_concurrently  # noqa: E402
+
 PLACES = {
     "threads": ["examples/threads_backend"],
     "toy": ["examples/toy_driver", "examples/toy_backend/src"],
@@ -45,15 +46,27 @@ FAMILIES = "order,copies,memory,threads,graphs,bound"
 PORTION = 250
 
 
-@dataclass
 class Portion:
-    """A process that carries out programs of one seed."""
+    """A fork that carries out programs of one seed: torch is imported once, and each has a device of its own.
 
-    backend: str
-    seed: int
-    pid: int
-    began: float
-    output: Path
+    ``outcome()`` returns (right, seconds, output); a portion that takes longer than ``limit_s`` hangs, and is ended.
+    """
+
+    def __init__(self, spec: str, programs: int, seed: int, families: list[str], output: Path, limit_s: float) -> None:
+        def run(_: int) -> int:
+            print(f"tried {carry_out(spec, programs, seed, families)}", flush=True)
+            return 0
+
+        self._fork, self._output, self._limit_s = Fork(run, output), output, limit_s
+
+    def outcome(self) -> tuple[bool, float, str] | None:
+        code, seconds, hangs = self._fork.exit_code(), time.monotonic() - self._fork.began, ""
+        if code is None:
+            if seconds <= self._limit_s:
+                return None
+            self._fork.kill()
+            hangs = f"\nhangs: it didn't end in {self._limit_s:.0f} s\n"
+        return code == 0, seconds, self._output.read_text(errors="replace") + hangs
 
 
 def carry_out(spec: str, programs: int, seed: int, families: list[str]) -> int:
@@ -92,44 +105,6 @@ def written(place: Path) -> str:
     return "acme"
 
 
-def start(spec: str, programs: int, seed: int, families: list[str], scratch: Path) -> Portion:
-    """Part a process: torch is imported once, and each has a device of its own."""
-    output = scratch / f"{spec.replace(':', '_')}-{seed}"
-    pid = os.fork()
-    if pid:
-        return Portion(spec, seed, pid, time.monotonic(), output)
-    code = 1
-    try:
-        with output.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        try:
-            print(f"tried {carry_out(spec, programs, seed, families)}", flush=True)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def ended(running: list[Portion], limit: float) -> tuple[Portion, bool]:
-    """The next portion that ends, and whether it's right. One that takes longer than `limit` seconds hangs, and is ended."""
-    while True:
-        for portion in running:
-            done, status = os.waitpid(portion.pid, os.WNOHANG)
-            if done:
-                return portion, status == 0
-            if time.monotonic() - portion.began > limit:
-                os.kill(portion.pid, signal.SIGKILL)
-                os.waitpid(portion.pid, 0)
-                with portion.output.open("a") as file:
-                    file.write(f"\nhangs: it didn't end in {limit:.0f} s\n")
-                return portion, False
-        time.sleep(0.02)
-
-
 def warm_up() -> None:
     """Import once what all of them need."""
     import hypothesis  # noqa: F401
@@ -155,30 +130,24 @@ def main() -> int:
     began, specs = time.monotonic(), options.backend or list(BACKENDS)
     portions = range(-(-options.programs // PORTION))
     counts = [min(PORTION, options.programs - PORTION * n) for n in portions]
-    # Backends in turn: what the time doesn't suffice for is left out of all of them alike.
-    waiting = [(spec, counts[n], options.seed + n) for n in portions for spec in specs]
-    running: list[Portion] = []
     tried, seconds, convictions = Counter(), Counter(), defaultdict(list)
     warm_up()
     with tempfile.TemporaryDirectory(prefix="outrider-programs-") as scratch:
         os.environ["OUTRIDER_LONG"] = scratch
-        while waiting or running:
-            if time.monotonic() - began > options.seconds:
-                waiting.clear()
-            while waiting and len(running) < options.processes:
-                spec, count, seed = waiting.pop(0)
-                running.append(start(spec, count, seed, options.families.split(","), Path(scratch)))
-            if not running:
-                break
-            portion, right = ended(running, options.limit)
-            running.remove(portion)
-            seconds[portion.backend] += time.monotonic() - portion.began
-            text = portion.output.read_text(errors="replace")
+        families, limit_s = options.families.split(","), options.limit
+        # Backends in turn: what the time doesn't suffice for is left out of all of them alike.
+        waiting = [(spec, counts[n], options.seed + n) for n in portions for spec in specs]
+        jobs = (
+            ((spec, seed), partial(Portion, spec, count, seed, families, Path(scratch, f"{number}"), limit_s))
+            for number, (spec, count, seed) in enumerate(waiting)
+        )
+        for (spec, seed), (right, spent, text) in run_concurrently(jobs, options.processes, options.seconds):
+            seconds[spec] += spent
             if right:
-                tried[portion.backend] += int(text.rpartition("tried ")[2])
+                tried[spec] += int(text.rpartition("tried ")[2])
             else:
-                convictions[portion.backend].append((portion.seed, text))
-                print(f"{portion.backend}, seed {portion.seed}:\n{text[-4000:]}", flush=True)
+                convictions[spec].append((seed, text))
+                print(f"{spec}, seed {seed}:\n{text[-4000:]}", flush=True)
     for spec in specs:
         print(
             f"{spec}: {tried[spec]} programs, {len(convictions[spec])} of {len(portions)} portions convict, "

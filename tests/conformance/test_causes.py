@@ -8,7 +8,7 @@ from conformance.conftest import suite_modules
 from outrider.device import DeviceFault
 from outrider.registry import get_backend
 from outrider_conformance import engines
-from outrider_conformance.lab import BrokenPromiseError, expect
+from outrider_conformance.lab import expect
 from outrider_conformance.programs.explanation import PROMISES
 from outrider_conformance.programs.trial import ProgramFailed
 from outrider_conformance.random_kernels.kernels import KERNELS
@@ -101,7 +101,7 @@ def test_a_schedules_failure_is_its_cause():
         try:
             raise ValueError("in a program")
         except ValueError as error:
-            raise BrokenPromiseError("smallest schedule") from error
+            raise AssertionError("smallest schedule") from error
 
     assert diagnose(CHECKED, caught(run)).promise is None
 

@@ -7,17 +7,17 @@ import pytest
 from outrider.device import HostParam
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.random_kernels.paged_batch import SHAPES, check_renewed, check_unplanned
+from outrider_conformance.random_kernels.paged_batch import check_renewed, check_unplanned, paged_batch
 from outrider_sim.kernels import HostPlan
 
 
 def check_planned_graph(lab):
-    SHAPES["a chain"].batch(lab).check_graph(SHAPES["a chain"].growing_contexts(lab.backend), plans=True)
+    paged_batch(lab, "a chain").check_graph(plans=True)
 
 
 def check_plans(lab):
     for shape in ("decoding", "a chain", "a window", "a ragged prompt"):
-        check_renewed(lab, SHAPES[shape])
+        check_renewed(paged_batch(lab, shape))
     check_planned_graph(lab)
     check_unplanned(lab)
 
@@ -41,7 +41,7 @@ def shorter(inner):
 
 @pytest.mark.parametrize("fault", [once, shorter])
 @pytest.mark.parametrize(
-    "test", [lambda lab: check_renewed(lab, SHAPES["a chain"]), check_planned_graph], ids=["called", "graph"]
+    "test", [lambda lab: check_renewed(paged_batch(lab, "a chain")), check_planned_graph], ids=["called", "graph"]
 )
 def test_wrong_plans_are_found(fault, test, monkeypatch):
     monkeypatch.setattr(HostPlan, "fill", fault(HostPlan.fill))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider_conformance.ranks.runner import RankHandle, TaskProcesses, serve
+from outrider_conformance.ranks.runner import RankHandle, TaskProcesses, call_task
 
 PEER_DIES = "outrider_conformance.ranks.faults:peer_dies"
 
@@ -13,10 +13,7 @@ PEER_DIES = "outrider_conformance.ranks.faults:peer_dies"
 @pytest.mark.parametrize("how", ["closes", "hangs", "exits"])
 def test_a_rank_in_a_process_names_the_call_of_a_peer_that_left(how):
     with TaskProcesses("cpu", 2) as ranks:
-        work = {"program": PEER_DIES, "args": [how], "timeout_s": 1.0}
-        first, second = ranks.task_results("outrider_conformance.ranks.runner:serve", work, limit_s=60)
-    assert not first.error
-    assert second.error == ("the process ended with exit code 7" if how == "exits" else "")
+        ranks.run_task(PEER_DIES, args=[how], timeout_s=1.0, limit_s=60, leaving=1 if how == "exits" else None)
 
 
 def finishes(rank):
@@ -33,5 +30,5 @@ def test_nothing_waits_for_a_device_with_a_call_that_never_ends(program, waits):
     waited = []
     backend = SimpleNamespace(synchronize=lambda: waited.append(1))
     rank = RankHandle(index=3, size=4, backend=backend, store=None)
-    assert serve(rank, program=f"{__name__}:{program}", args=(), timeout_s=1.0) == 3
+    assert call_task(f"{__name__}:{program}", rank) == 3
     assert len(waited) == waits

@@ -13,8 +13,8 @@ import torch
 from outrider import Engine, EngineConfig, SamplingParams, get_backend
 from outrider.bundled import bundled
 from outrider.device import KernelSet
-from outrider.model import load_decoder
-from outrider_proof.guides import Residues, guide
+from outrider.engine import Regex
+from outrider_proof.guides import ResidueGrammars
 
 
 def kernel(backend):
@@ -40,11 +40,10 @@ def kernel(backend):
 
 def served(engine, prompts, guided, tokens):
     """The outputs, and seconds an iteration; those requests whose index is in ``guided`` are guided."""
-    ids = []
-    for index, prompt in enumerate(prompts):
-        ids.append(engine.add_request(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True)))
-        if index in guided:
-            guide(engine, ids[-1])
+    ResidueGrammars.into(engine)
+    guides = [Regex("residues") if index in guided else None for index in range(len(prompts))]
+    params = [SamplingParams(max_tokens=tokens, ignore_eos=True, guide=guide) for guide in guides]
+    ids = [engine.add_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     found = {request: [] for request in ids}
     before, began = engine.stats.iterations, time.perf_counter()
     while engine.has_unfinished:
@@ -63,11 +62,11 @@ def main():
     stream = backend.create_stream("kernel")
     with backend.on(stream):
         kernel(backend)
-    reference = load_decoder(bundled("target"), backend=get_backend("cpu"), dtype=torch.float32)
     config = EngineConfig(max_requests=8, max_context=256, dtype="float32")
+    reference = Engine.from_checkpoint(bundled("target"), get_backend("cpu"), config=config)
     plain = Engine.from_checkpoint(bundled("target"), backend, config=config)
     prompts = [plain.tokenizer.encode(text) for text in ("def main(", "class Box:\n", "import os\n", "for i in range(")]
-    expected = [Residues.greedy(reference, tuple(prompt), 16) for prompt in prompts]
+    expected, _ = served(reference, prompts, (0, 1, 2, 3), 16)
     free, _ = served(plain, prompts, (), options.tokens)
     right = True
     for mode, topk in (("fused", 1), ("staged", 1), ("fused", 3)):

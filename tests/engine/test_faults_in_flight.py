@@ -11,17 +11,19 @@ from tests.engine.conftest import Tiny
 
 from outrider import Engine, SamplingParams
 from outrider.device import DeviceError, DeviceFault, EngineStopped, OutOfDeviceMemory
+from outrider.engine import Regex
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
-from outrider_proof.guides import Residues, guide
+from outrider_proof.guides import ResidueGrammars
 from outrider_proof.tiny import plain_config
 
 PROMPTS = ((5, 9, 20, 13, 21, 7, 2), (5, 9, 20, 13, 8), (17,), (8, 8, 3))
 LONGEST = 9
+GUIDED = SamplingParams(max_tokens=LONGEST, guide=Regex("residues"))
 OPERATIONS = 1600
 """About what a run enqueues: prefill chunks, and some six iterations of 170 operations; with trees, more."""
 LIVES = {"error": DeviceFault, "oom": OutOfDeviceMemory}
@@ -54,7 +56,9 @@ def engine_on(device, speculate, *, overlap=True, mode="staged"):
         overlap=overlap,
         **MODES[mode],
     )
-    return Engine(target, backend, proposer=proposers[speculate](), config=config)
+    engine = Engine(target, backend, proposer=proposers[speculate](), config=config)
+    ResidueGrammars.into(engine)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,8 @@ def expected(tiny64):
 
 @pytest.fixture(scope="module")
 def guided_tokens(tiny64):
-    return [Residues.greedy(tiny64.target, prompt, LONGEST) for prompt in PROMPTS]
+    engine = engine_on((tiny64.backend, tiny64.target, tiny64.head), "none", overlap=False)
+    return [completion.token_ids for completion in engine.generate(PROMPTS, GUIDED)]
 
 
 def start(device, strategy):
@@ -80,9 +85,8 @@ class Run:
 
     def __init__(self, engine, aborts=None, guided=()):
         self.engine, self.aborts = engine, dict(aborts or {})
-        self.ids = [engine.add_request(prompt, SamplingParams(max_tokens=LONGEST)) for prompt in PROMPTS]
-        for index in guided:
-            guide(engine, self.ids[index])
+        plain = SamplingParams(max_tokens=LONGEST)
+        self.ids = [engine.add_request(prompt, GUIDED if i in guided else plain) for i, prompt in enumerate(PROMPTS)]
         self.tokens = {request: [] for request in self.ids}
         self.ended, self.raised, self.steps = {}, [], 0
 

@@ -6,37 +6,31 @@ from outrider.device import Fence
 from outrider.engine.fences import FENCES
 from outrider_proof.decode_explorer import DecodeExplorer
 from outrider_proof.decode_program import WrongTokens
-from outrider_proof.fence_log import FenceLog, WrappedFence
+from outrider_proof.fence_log import FenceLog
 from outrider_sanitizer import RaceError
 
 PRODUCER_DELAY = 4_000_000
 """Cycles (nanoseconds on a CPU) that the producer of the dropped fence is late."""
 
 
-class _SlowProducer(WrappedFence):
-    """A fence around which the streams of one name are late, so that a missing wait shows."""
+def _slow_producer(fence: Fence, backend, producer: str) -> Fence:
+    """Let the streams of the name ``producer`` be late around the fence, so that a missing wait shows; return the fence."""
+    signal, wait = fence.signal, fence.wait
 
-    def __init__(self, inner: Fence, backend, producer: str) -> None:
-        super().__init__(inner)
-        self._backend, self._producer = backend, producer
+    def delay(stream) -> None:
+        if stream.name.split(".")[0] == producer:
+            backend.delay(stream, PRODUCER_DELAY)
 
-    def _delay(self, stream) -> None:
-        if stream.name.split(".")[0] == self._producer:
-            self._backend.delay(stream, PRODUCER_DELAY)
+    def signal_late(stream) -> None:
+        delay(stream)
+        signal(stream)
 
-    def signal(self, stream) -> None:
-        self._delay(stream)
-        super().signal(stream)
+    def wait_longer(stream) -> None:
+        wait(stream)
+        delay(stream)
 
-    def wait(self, stream) -> None:
-        super().wait(stream)
-        self._delay(stream)
-
-    def wait_host(self) -> None:
-        self._inner.wait_host()
-
-    def wait_host_within(self, seconds: float) -> bool:
-        return self._inner.wait_host_within(seconds)
+    fence.signal, fence.wait = signal_late, wait_longer
+    return fence
 
 
 class UnwatchedExplorer(DecodeExplorer):
@@ -45,7 +39,7 @@ class UnwatchedExplorer(DecodeExplorer):
     def run_unwatched(self, producer: str) -> None:
         self.log = FenceLog(lambda stream: 0, drop=self._drop, half=self._half)
         wrapped = self.log.wrap
-        self.wrap = lambda fence: _SlowProducer(wrapped(fence), self.backend, producer)
+        self.wrap = lambda fence: _slow_producer(wrapped(fence), self.backend, producer)
         program = self.exercising_program
         self._serve(program, [self.expected(arrival) for arrival in program.arrivals])
         self.backend.synchronize()

@@ -333,7 +333,7 @@ class Reference:
     def tokens(self, arrival: Arrival, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tokens that one engine generates for the request."""
         if self._model != "bundled":
-            return engine_setups.reference_tokens(self._model, engine_setups.without_schedule(arrival))
+            return engine_setups.reference_tokens(self._model, arrival)
         from outrider.engine.engine import Engine
 
         if self._engine is None:

@@ -20,14 +20,14 @@ from outrider.engine.step import Step
 from outrider.model import Decoder, KVCache, StateInput
 from outrider.speculative.draft_model import HybridDraftModelProposer
 from outrider_proof import tiny
-from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
+from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens
 from proof.setups import RecordedServing
 
 
 def wrong_requests(proposer, number, mode="staged"):
     """Requests of a program whose tokens aren't those of non-speculative decoding, and counts of what the program had."""
     name, program = proposer + HYBRID, random_host_program(number)
-    wanted = [reference_tokens(name, without_schedule(arrival)) for arrival in program.arrivals]
+    wanted = [reference_tokens(name, arrival) for arrival in program.arrivals]
     moves = any(arrival.moves for arrival in program.arrivals)
     engines = [host_models(name).engine(program, mode=mode, overlap=bool(number % 3)) for _ in range(2 if moves else 1)]
     served, wrong = RecordedServing(engines, program, name), []

@@ -6,7 +6,7 @@ It runs on the simulated device alone, over processes, and writes `proof.json` (
 docs/evidence). `--seconds` bounds it; what was done by then is written. The parts:
 
 programs   distinct host programs (batch mixes, aborts, preemptions, prefix hits, hand-overs), each under as many schedules,
-           over every proposer, mode and personality, text and images. Tokens equal plain greedy decoding, acceptance
+           over every proposer, mode and personality, text and images, hybrids. Tokens equal plain greedy decoding, acceptance
            equals the synchronous engine's, no page or row is lost; the first two schedules are watched by the sanitizer.
 fences     for each fence, consumer, half, mode and proposer: left out, it's found in one watched run and named from the
            finding (*live*), or nothing was left out in any program (*unused*).
@@ -14,7 +14,7 @@ rate       how often wrong tokens, acceptance, pages or an error alone would hav
 
 `--through outrider_npu --emulations DIR` (or outrider_rocm) runs the plugin's own code instead, on the emulation of its
 vendor's package in that directory.
-`--resume proof.json` takes over what an earlier run recorded, on any machine, and runs the rest.
+Each finished job is a line of `jobs.jsonl` in `--out`; a run with that file, from any machine, runs the rest.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from proof.job_pool import Job, run_jobs
 from proof.proof_tables import RATED, Record, fences_table, programs_table, rate_table
-
-Job = tuple[str, tuple[Any, ...]]
-"""A part, and the arguments of :func:`run_job` for it: a setup first."""
 
 PARTS = ("programs", "fences", "rate")
 FENCE_PROGRAM_NUMBERS = (1, 3, 7, 0, 4, 5)
@@ -61,104 +57,55 @@ def fence_cells() -> Iterator[tuple[str, str, str | None]]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """Yield (part, arguments) of every job, the longest jobs first."""
-    from outrider_proof.engine_setups import PERSONALITIES, PROPOSERS
-    from proof.setups import EngineSetup, all_setups
+    """Yield the arguments of :func:`run_job` for every job, the longest jobs first: the part, then the fields of a setup."""
+    from outrider_proof.engine_setups import HYBRID, PERSONALITIES, PROPOSERS
+    from outrider_proof.rank_engine import HYBRID_PROPOSERS
+    from proof.setups import all_setups
 
-    wanted = options.proposers or PROPOSERS
-    likes = (options.through,) if options.through else PERSONALITIES
-    setups = [setup for setup in all_setups(likes, options.emulations) if setup.proposer in wanted]
+    hybrids = tuple(name + HYBRID for name in HYBRID_PROPOSERS)
+    wanted = options.proposers or (*PROPOSERS, *hybrids)
+    likes, place = (options.through,) if options.through else PERSONALITIES, options.emulations and str(options.emulations)
+    drawn = all_setups(likes, options.emulations, proposers=wanted)
+    setups = [(setup.proposer, setup.mode, setup.like, place) for setup in drawn]
     if "programs" in options.parts:
         for number in range(options.first, options.programs):
-            yield "programs", (setups[number % len(setups)], number, options.schedules)
+            yield "programs", *setups[number % len(setups)], number, options.schedules
     if "fences" in options.parts:
-        for setup in setups:
+        for setup in (setup for setup in setups if setup[0] not in hybrids):
             for fence, half, consumer in fence_cells():
-                if options.through or setup.like == "cuda" or fence in PERSONALITY_DEPENDENT_FENCES:
-                    yield "fences", (setup, fence, half, consumer)
+                if options.through or setup[2] == "cuda" or fence in PERSONALITY_DEPENDENT_FENCES:
+                    yield "fences", *setup, fence, half, consumer
     if "rate" in options.parts and not options.through:
         for proposer, mode in [each for each in RATED if each[0] in wanted]:
             for fence, half, consumer in fence_cells():
                 if half == "wait":
                     for number in range(options.rate_programs):
-                        yield "rate", (EngineSetup(proposer, mode), fence, consumer, number, options.schedules)
+                        yield "rate", proposer, mode, "cuda", None, fence, consumer, number, options.schedules
 
 
-JOB_FIELDS = {"programs": (), "fences": ("fence", "half", "consumer"), "rate": ("fence", "consumer", "program")}
-"""Fields that identify the job in a record of each part, in addition to the setup."""
+JOB_FIELDS = {"fences": ("fence", "half", "consumer"), "rate": ("fence", "consumer", "program")}
+"""Arguments of a job that its record names, by part, in addition to the setup."""
 
 
-def describe_job(part: str, arguments: tuple[Any, ...]) -> Record:
-    """Return the fields that identify a job in its record."""
-    setup, *rest = arguments
-    if part == "programs":
-        return {"setup": setup.name, "program": rest[0]}
-    of_setup = {"proposer": setup.proposer, "mode": setup.mode, "like": setup.like}
-    return of_setup | dict(zip(JOB_FIELDS[part], rest, strict=False))
-
-
-def run_job(part: str, arguments: tuple[Any, ...]) -> Record:
-    """Run one job in a pool process and return its record."""
+def run_job(part: str, proposer: str, mode: str, like: str, emulations: str | None, *rest: Any) -> Record:
+    """Run one job in a pool process and return its record. An error outside a check is a record of the part "broken"."""
     import torch
 
     torch.set_num_threads(1)
     from proof import program_checks
+    from proof.setups import EngineSetup
 
-    setup, *rest = arguments
-    if part == "programs":
-        return program_checks.prove_program(setup, *rest)
-    if part == "fences":
-        fence, half, consumer = rest
-        return describe_job(part, arguments) | program_checks.drop_fence(setup, fence, half, consumer, FENCE_PROGRAM_NUMBERS)
-    return describe_job(part, arguments) | program_checks.measure_rate(setup, *rest)
-
-
-def load_earlier_records(options: argparse.Namespace, todo: list[Job]) -> tuple[defaultdict[str, list[Record]], list[Job]]:
-    """Return the records of earlier runs for these jobs, by part, and the jobs without a record."""
-    by_name = {str(sorted(describe_job(*job).items(), key=str)): job for job in todo}
-    records: defaultdict[str, list[Record]] = defaultdict(list)
-    for file in options.resume:
-        for part, rows in json.loads(file.read_text()).items():
-            for row in rows if part in PARTS else ():
-                keys = ("setup", "program") if part == "programs" else ("proposer", "mode", "like", *JOB_FIELDS[part])
-                name = str(sorted(((key, row.get(key)) for key in keys), key=str))
-                if by_name.pop(name, None) is not None:
-                    records[part].append(row)
-    return records, list(by_name.values())
-
-
-def run(options: argparse.Namespace) -> tuple[defaultdict[str, list[Record]], Counter[str]]:
-    """Run the jobs; return their records by part, and the number of jobs of each part.
-
-    Errors outside a check are records of the part "broken".
-    """
-    todo = list(jobs(options))
-    planned = Counter(part for part, _ in todo)
-    records, todo = load_earlier_records(options, todo)
-    end = time.monotonic() + options.seconds
-    queue = iter(todo)
-    running: dict[Future[Record], Job] = {}
-    with ProcessPoolExecutor(options.n, mp_context=get_context("spawn")) as pool:
-        while True:
-            while len(running) < 2 * options.n and time.monotonic() < end:
-                job = next(queue, None)
-                if job is None:
-                    break
-                running[pool.submit(run_job, *job)] = job
-            if not running:
-                break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                part, arguments = running.pop(future)
-                try:
-                    records[part].append(future.result())
-                except Exception as error:
-                    records["broken"].append(
-                        {"part": part, "job": repr(arguments), "error": f"{type(error).__name__}: {error}"}
-                    )
-                done = sum(map(len, records.values()))
-                if done % 50 == 0:
-                    print(f"{done} of {sum(planned.values())} jobs", flush=True)
-    return records, planned
+    job = {"job": [part, proposer, mode, like, emulations, *rest], "part": part}
+    try:
+        setup = EngineSetup(proposer, mode, like, None if emulations is None else Path(emulations))
+        if part == "programs":
+            return job | program_checks.prove_program(setup, *rest)
+        fields = {"proposer": proposer, "mode": mode, "like": like} | dict(zip(JOB_FIELDS[part], rest, strict=False))
+        if part == "fences":
+            return job | fields | program_checks.drop_fence(setup, *rest, FENCE_PROGRAM_NUMBERS)
+        return job | fields | program_checks.measure_rate(setup, *rest)
+    except Exception as error:
+        return job | {"part": "broken", "error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
@@ -174,7 +121,6 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--through", choices=("outrider_npu", "outrider_rocm"), help="a plugin, on its emulation")
     parser.add_argument("--emulations", type=Path, metavar="DIR", help="--through: where the emulations of packages are")
-    parser.add_argument("--resume", type=Path, nargs="+", default=[], help="proof.json of earlier runs")
     parser.add_argument("--proposers", nargs="+", help="these alone")
     parser.add_argument("--out", type=Path, default=Path("build/proof"))
     options = parser.parse_args()
@@ -183,9 +129,13 @@ def main() -> None:
     if options.emulations:
         options.emulations = options.emulations.resolve()
     start = time.monotonic()
-    records, planned = run(options)
+    todo = list(jobs(options))
+    planned = Counter(part for part, *_ in todo)
+    out = options.out / "jobs.jsonl"
+    records: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in run_jobs(run_job, todo, processes=options.n, seconds=options.seconds, out=out):
+        records[record["part"]].append(record)
     spent = time.monotonic() - start
-    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "proof.json").write_text(json.dumps(records, indent=1))
     lines = [f"{spent:.0f} s on {options.n} processes, {options.schedules} schedules a program."]
     for part, table in (("programs", programs_table), ("fences", fences_table), ("rate", rate_table)):

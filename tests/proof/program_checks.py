@@ -11,7 +11,7 @@ from outrider import Engine
 from outrider.device import Backend, OutriderError
 from outrider_proof.decode_explorer import implied_by
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, draft_length_of
-from outrider_proof.engine_setups import random_host_program, reference_tokens, without_schedule
+from outrider_proof.engine_setups import random_host_program, reference_tokens
 from outrider_proof.fence_log import FenceLog
 from outrider_proof.monitors import OverlapMonitor
 from outrider_sanitizer import RaceError, watch
@@ -63,7 +63,7 @@ def serve(setup: EngineSetup, program: HostProgram, log: FenceLog) -> dict[str, 
     finally:
         stop()
     pace.raise_if_any()
-    expected = [reference_tokens(setup.proposer, without_schedule(arrival)) for arrival in program.arrivals]
+    expected = [reference_tokens(setup.proposer, arrival) for arrival in program.arrivals]
     check_tokens(served.tokens, served.ended, expected)
     if [(engine.free_pages, engine.free_rows) for engine in engines] != free:
         raise WrongTokens("pages or rows weren't given back at the end")
@@ -147,7 +147,7 @@ def run_once_checked(
 
     # Compute the references on the host first: this work must not be part of the schedule.
     for arrival in program.arrivals:
-        reference_tokens(setup.proposer, without_schedule(arrival))
+        reference_tokens(setup.proposer, arrival)
     if not program.draft_lengths and not program.by_load:
         synchronous_acceptance(setup.proposer, program)
     error = run_once(backend, run, make_strategy(strategy, seed, {}))

@@ -84,7 +84,7 @@ def run(
     if rng.random() < _CROWDED_FRACTION:
         program = replace(program, spare_pages=0, arrivals=tuple(replace(arrival, step=0) for arrival in program.arrivals))
     giver_program = replace(program, max_requests=rng.randint(2, 4), spare_pages=rng.choice((8, 40)))
-    wanted = [engine_setups.reference_tokens(chosen, engine_setups.without_schedule(arrival)) for arrival in program.arrivals]
+    wanted = [engine_setups.reference_tokens(chosen, arrival) for arrival in program.arrivals]
     backends: list[Backend] = devices.backends[: layout.world]
     store = control_of(backends[0]).create_store()
     transport, counts, lost = LocalTransport(), dict[str, int](), list[str]()

@@ -13,7 +13,7 @@ from outrider.engine.step import Step
 from outrider.transports.link import LocalLink
 from outrider_proof import tiny
 from outrider_proof.decode_program import MOVING
-from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
+from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens
 from outrider_proof.proposers import MAKERS
 from outrider_proof.rank_engine import HYBRID_PROPOSERS
 from outrider_proof.tiny import plain_config
@@ -138,7 +138,7 @@ def test_what_hybrids_refuse():
 def test_a_fault_put_back_is_found(name):
     fault, proposer, number, mode = FAULTS[name]
     for arrival in random_host_program(number).arrivals:
-        reference_tokens(proposer + HYBRID, without_schedule(arrival))
+        reference_tokens(proposer + HYBRID, arrival)
     with fault():
         assert wrong_requests(proposer, number, mode)[0] != []
     assert wrong_requests(proposer, number, mode)[0] == []

@@ -15,7 +15,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import AttentionShape, BackendLoadError, CapabilityError, KernelSet
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.random_kernels.paged_batch import SHAPES
+from outrider_conformance.random_kernels.paged_batch import paged_batch
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
 from outrider_proof import tiny
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program
@@ -137,7 +137,7 @@ def test_what_is_planned_is_computed_by_flashinfer(make, monkeypatch):
     monkeypatch.setattr(
         flashinfer.BatchPrefillWithPagedKVCacheWrapper, "run", lambda *a, **k: (calls.append(1), run(*a, **k))[1]
     )
-    batch = SHAPES["a chain"].batch(Lab(backend), torch.bfloat16)
+    batch = paged_batch(Lab(backend), "a chain", torch.bfloat16)
     planned = batch.planned((17, 40, 3))
     with backend.on(batch.stream):
         batch.attend(planned)
@@ -178,7 +178,7 @@ def test_starting_says_what_is_compiled(make, caplog):
     importlib.import_module("flashinfer.jit").BUILT.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            SHAPES["a chain"].batch(Lab(backend), torch.bfloat16).planned((1, 1, 1))
+            paged_batch(Lab(backend), "a chain", torch.bfloat16).planned((1, 1, 1))
     (said,) = [record.message for record in caplog.records]
     assert (
         said == "FlashInfer compiles its attention for head size 64, bfloat16 with nvcc, once on this machine: about a minute"
@@ -209,7 +209,7 @@ def test_a_failed_compilation_is_an_error_with_advice(make, monkeypatch):
 
     monkeypatch.setattr(jit.Spec, "build_and_load", fails)
     with pytest.raises(BackendLoadError, match="head size 64, bfloat16: RuntimeError: nvcc: not found; it needs ninja"):
-        SHAPES["a chain"].batch(Lab(backend), torch.bfloat16).planned((1, 1, 1))
+        paged_batch(Lab(backend), "a chain", torch.bfloat16).planned((1, 1, 1))
 
 
 def test_scratch_is_shared_by_what_is_planned_on_one_stream(make, kernelset):

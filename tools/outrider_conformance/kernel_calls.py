@@ -43,9 +43,14 @@ class KernelCall:
 class KernelCalls:
     """Counts of kernel calls from all threads."""
 
-    def __init__(self) -> None:
-        self.overridden: Mapping[str, frozenset[str]] = MappingProxyType({})
-        """Names of the overridden kernels, by name of the kernel set."""
+    def __init__(self, kernels: KernelSet) -> None:
+        self.kernels = kernels
+        """The outermost kernel set."""
+        layers = layers_of(kernels)
+        self.overridden: Mapping[str, frozenset[str]] = MappingProxyType(
+            {layer.name: frozenset(name for name in KERNELS if _overrides(type(layer), name)) for layer in layers}
+        )
+        """Names of the overridden kernels, by name of the kernel set, the outermost first."""
         self._counts: Counter[KernelCall] = Counter()
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -72,6 +77,20 @@ class KernelCalls:
     def count(self, kernel: str, *, own: bool | None = None, kernels: str | None = None, use: str | None = None) -> int:
         """Return the number of calls of ``kernel`` over all shapes, selected as in :meth:`shapes`."""
         return self.shapes(kernel, own=own, kernels=kernels, use=use).total()
+
+    def shapes_left(self, kernel: str) -> str:
+        """Return up to four shapes of calls that were left to the overridden method, for a message."""
+        return "; ".join(sorted(self.shapes(kernel, own=False))[:4])
+
+    def overriding_layer(self, kernel: str) -> tuple[str, str] | None:
+        """Return the outermost kernel set that overrides ``kernel``, and why its override isn't used (empty if it is used).
+
+        None means that no kernel set overrides the kernel.
+        """
+        for layer in layers_of(self.kernels):
+            if kernel in self.overridden[layer.name]:
+                return layer.name, layer.unused_overrides().get(kernel, "")
+        return None
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the counts as plain data: one row per kernel set, kernel, use and ``own``, with the calls of each shape."""
@@ -167,13 +186,11 @@ def counting(kernels: KernelSet) -> Generator[KernelCalls]:
 
     Raises :class:`InterfaceError` if the calls of ``kernels`` are counted already.
     """
-    calls = KernelCalls()
     layers = list(layers_of(kernels))
     if any(hasattr(type(layer), "_counted_by") for layer in layers):
         raise InterfaceError(f"the calls of the kernels {kernels.name!r} are counted already")
     kinds = [type(layer) for layer in layers]
-    overridden = (frozenset(name for name in KERNELS if _overrides(kind, name)) for kind in kinds)
-    calls.overridden = MappingProxyType(dict(zip((layer.name for layer in layers), overridden, strict=True)))
+    calls = KernelCalls(kernels)
     try:
         for layer, kind in zip(layers, kinds, strict=True):
             object.__setattr__(layer, "__class__", _counted(kind, calls))

@@ -20,7 +20,7 @@ from outrider.registry.probing import ProbeVerdict, changed_state, process_state
 from outrider_conformance.lab import StreamDelay
 
 if TYPE_CHECKING:
-    from outrider_conformance.observed_kernels import ObservedKernels
+    from outrider_conformance.kernel_calls import KernelCalls
 
 
 class Kit:
@@ -38,7 +38,7 @@ class Kit:
         self._unopenable: Exception | None = None
         self.opening_changes: Sequence[str] = ()
         """Descriptions of the global state of the process that the first opening changed."""
-        self.observed: ObservedKernels | None = None
+        self.observed: KernelCalls | None = None
         """The kernel calls of the engines, observed once by the first test that needs them."""
 
     @property

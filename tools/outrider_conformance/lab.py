@@ -2,7 +2,7 @@
 
 A *program* is a function that creates the streams it needs on a backend, enqueues work, and checks data.
 :meth:`Lab.check_in_every_order` requires that the checks hold in every order that the waits allow.
-:meth:`Lab.check_in_some_order` requires that the program observes overlap in at least one order.
+:meth:`Lab.check_in_some_order` requires that a function observes overlap in at least one order.
 """
 
 from __future__ import annotations
@@ -54,14 +54,6 @@ longer than the kit's own work for an operand set on the host.
 """
 
 
-class OverlapObserved(Exception):
-    """Raised by a program that has observed the overlap that it looks for."""
-
-
-class BrokenPromiseError(AssertionError):
-    """Raised if a program finds a promise broken. The message names the smallest schedule that shows the fault."""
-
-
 @dataclass
 class StreamDelay:
     """The length of a delay, measured once per session, since devices differ by orders of magnitude."""
@@ -111,38 +103,41 @@ class Lab:
         control = self.backend.control
         if control is None:
             for _ in range(2 if self.asynchronous else 1):
-                self._run(program)
+                try:
+                    program(self.backend)
+                finally:
+                    self.backend.synchronize()
             return
         failure = control.explore(program, strategy="mixed", iterations=schedules, seed=0).failure
         if failure is not None:
             raise_failed_schedule(failure)
 
-    def check_in_some_order(self, program: Program, otherwise: str) -> None:
-        """Fail with the message ``otherwise`` unless ``program`` raises :class:`OverlapObserved` in at least one order."""
-        control = self.backend.control
+    def check_in_some_order(self, observes: Callable[[], bool], otherwise: str) -> None:
+        """Fail with the message ``otherwise`` unless ``observes`` returns True in at least one order."""
+        control, observed = self.backend.control, Exception("of check_in_some_order")
+
+        def program(_: Backend) -> None:
+            if observes():
+                raise observed
+
         if control is not None:
             failure = control.explore(program, strategy="mixed", iterations=SIGHTINGS, seed=0).failure
             if failure is None:
-                raise BrokenPromiseError(otherwise)
-            if not isinstance(failure.error, OverlapObserved):
+                raise AssertionError(otherwise)
+            if failure.error is not observed:
                 raise failure.error
             return
-        factors = self._delay_factors
         try:
-            for self._delay_factor in factors:
+            for factor in self._delay_factors:
+                self._delay_factor = factor
                 try:
-                    self._run(program)
-                except OverlapObserved:
-                    return
+                    if observes():
+                        return
+                finally:
+                    self.backend.synchronize()
         finally:
             self._delay_factor = 1
-        raise BrokenPromiseError(otherwise)
-
-    def _run(self, program: Program) -> None:
-        try:
-            program(self.backend)
-        finally:
-            self.backend.synchronize()
+        raise AssertionError(otherwise)
 
     # -- slowness --------------------------------------------------------------------------------------------------
 
@@ -166,7 +161,7 @@ class Lab:
     def _measured_length(self) -> int:
         """Return the smallest power of two that makes a delay take the target time.
 
-        The shortest of several timings counts: a busy host must not make delays short. Raises :class:`BrokenPromiseError` if
+        The shortest of several timings counts: a busy host must not make delays short. Raises :class:`AssertionError` if
         no length takes the target time: delays that delay nothing would hide missing waits.
         """
         length, (stream,) = 1, self.streams("pace")
@@ -180,7 +175,7 @@ class Lab:
         while min(timed_ms() for _ in range(_TIMINGS)) < self.pace.target_ms:
             length *= 2
             if length > _LARGEST_DELAY:
-                raise BrokenPromiseError(
+                raise AssertionError(
                     f"a delay of {length} device clocks on {self.backend.label} keeps its stream busy for less than "
                     f"{self.pace.target_ms} ms, in at least one of {_TIMINGS} calls"
                 )
@@ -328,8 +323,7 @@ def in_every_order(*, schedules: int = SCHEDULES) -> Callable[[Callable[..., Non
 
 
 def in_some_order(otherwise: str) -> Callable[[Callable[..., bool]], Callable[..., None]]:
-    """Run the decorated test as a program of :meth:`Lab.check_in_some_order`: the test must return True in at least one
-    order.
+    """Pass the decorated test to :meth:`Lab.check_in_some_order`: the test must return True in at least one order.
 
     ``otherwise`` is the message of the failure.
     """
@@ -337,21 +331,11 @@ def in_some_order(otherwise: str) -> Callable[[Callable[..., bool]], Callable[..
     def decorate(test: Callable[..., bool]) -> Callable[..., None]:
         @wraps(test)
         def check(lab: Lab, **fixtures: Any) -> None:
-            lab.check_in_some_order(observing(lambda: test(lab, **fixtures)), otherwise)
+            lab.check_in_some_order(lambda: test(lab, **fixtures), otherwise)
 
         return check
 
     return decorate
-
-
-def observing(look: Callable[[], bool]) -> Program:
-    """Return a program that raises :class:`OverlapObserved` if ``look`` returns True for the backend."""
-
-    def program(_: Backend) -> None:
-        if look():
-            raise OverlapObserved
-
-    return program
 
 
 @contextmanager
@@ -366,13 +350,13 @@ def observed_calls(backend: Backend) -> Generator[Mock]:
 
 
 def raise_failed_schedule(failure: ScheduleFailure) -> NoReturn:
-    """Raise :class:`BrokenPromiseError` with the smallest failing schedule, caused by the program's own error. A program that
+    """Raise :class:`AssertionError` with the smallest failing schedule, caused by the program's own error. A program that
     ends its test as not applicable fails in no schedule.
     """
     if isinstance(failure.error, pytest.skip.Exception):
         raise failure.error
     orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings) or "\n  (the program's own order)"
-    raise BrokenPromiseError(
+    raise AssertionError(
         f"{type(failure.error).__name__}: {failure.error}\nsmallest schedule: {failure.shrunk}{orderings}"
     ) from failure.error
 

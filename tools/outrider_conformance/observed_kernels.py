@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -14,7 +13,7 @@ from outrider.device import Backend, StepMode
 from outrider.engine.prefill import Prefill
 from outrider.engine.stages import DraftStage, Extend, Verify
 from outrider_conformance import engines
-from outrider_conformance.kernel_calls import IN_A_GRAPH, KernelCalls, counting, layers_of
+from outrider_conformance.kernel_calls import IN_A_GRAPH, KernelCalls, counting
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_conformance.random_kernels.kernels import corners
 
@@ -25,41 +24,6 @@ USES = ("prefill", "draft", "decode", "verify", "extend")
 """Purposes of the engine's attention calls. decode is a verification without draft tokens."""
 ALONE = "alone"
 """The use of a call that the kit makes itself, outside the engine."""
-
-
-@dataclass(frozen=True)
-class ObservedKernels:
-    """Counted kernel calls of the engines and of the kit on one backend."""
-
-    calls: KernelCalls
-    """Calls by engines in every declared mode (preferred page size and dtype). Overrides that computed nothing there are
-    called with random operands too, in each preferred dtype.
-    """
-    layers: tuple[tuple[str, frozenset[str], dict[str, str]], ...]
-    """The kernel sets, the outermost first: name, overridden kernels, and the reason for each override that is never used."""
-    plans_on_host: bool
-    """True if the outermost kernel set plans attention on the host. Draft passes aren't planned then."""
-
-    def overriding_layer(self, kernel: str) -> tuple[str, str] | None:
-        """Return the outermost kernel set that overrides ``kernel``, and why its override isn't used (empty if it is used).
-
-        None means that no kernel set overrides the kernel.
-        """
-        for name, overrides, unused in self.layers:
-            if kernel in overrides:
-                return name, unused.get(kernel, "")
-        return None
-
-    def count(self, kernel: str, *, own: bool, use: str | None = None) -> int:
-        """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself (``own``), or left to
-        the overridden method, for ``use``.
-        """
-        overriding = self.overriding_layer(kernel)
-        return 0 if overriding is None else self.calls.count(kernel, own=own, kernels=overriding[0], use=use)
-
-    def shapes_left(self, kernel: str) -> str:
-        """Return up to four shapes of calls that were left to the overridden method, for a message."""
-        return "; ".join(sorted(self.calls.shapes(kernel, own=False))[:4])
 
 
 def modes_of(backend: Backend) -> tuple[str, ...]:
@@ -75,8 +39,9 @@ def modes_of(backend: Backend) -> tuple[str, ...]:
     return tuple(mode for mode in engines.MODES if runs[mode])
 
 
-def observe(kit: Kit) -> ObservedKernels:
-    """Run engines in every declared mode, with and without a draft, and count their kernel calls.
+def observe(kit: Kit) -> KernelCalls:
+    """Run engines in every declared mode, with and without a draft, and count their kernel calls (preferred page size and
+    dtype). Overrides that computed nothing there are called with random operands too, in each preferred dtype.
 
     Other tests check the results. The kit keeps the counts for later tests of the session.
     """
@@ -86,14 +51,7 @@ def observe(kit: Kit) -> ObservedKernels:
             _engines(backend, calls)
             _call_with_random_operands(backend, calls)
         backend.synchronize()
-        kit.observed = ObservedKernels(
-            calls,
-            tuple(
-                (each.name, calls.overridden[each.name], dict(each.unused_overrides()))
-                for each in layers_of(backend.kernels_in_use)
-            ),
-            backend.kernels_in_use.plans_on_host,
-        )
+        kit.observed = calls
     return kit.observed
 
 

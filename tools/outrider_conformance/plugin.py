@@ -29,7 +29,7 @@ from outrider_conformance.reporting.recorder import CALLS, VERBS_CALLED, ReportR
 from outrider_conformance.reporting.verdict import NOT_REACHED, Waiver, mark_of, read_waivers, set_verdict, test_id
 
 if TYPE_CHECKING:
-    from outrider_conformance.observed_kernels import ObservedKernels
+    from outrider_conformance.kernel_calls import KernelCalls
     from outrider_conformance.ranks.runner import RankRunner
 
 
@@ -223,14 +223,14 @@ def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
 
 
 @pytest.fixture
-def observed(kit: Kit, request: pytest.FixtureRequest) -> ObservedKernels:
+def observed(kit: Kit, request: pytest.FixtureRequest) -> KernelCalls:
     """Return which kernels answer the engine's calls. The first test of a process that uses it runs the engines."""
     from outrider_conformance.observed_kernels import observe  # imports the engine, which the levels below L4 don't need
 
     first = kit.observed is None
     found = observe(kit)
     if first:
-        request.node.user_properties.append((CALLS, found.calls.rows()))
+        request.node.user_properties.append((CALLS, found.rows()))
     return found
 
 

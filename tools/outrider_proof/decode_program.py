@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from outrider.device.errors import OutriderError
 from outrider.errors import RequestError
-from outrider_proof.guides import guide
+from outrider_proof.guides import ResidueGrammars
 
 if TYPE_CHECKING:
     from outrider import EngineConfig
@@ -168,6 +168,14 @@ class Arrival:
     guided: bool = False
     """True if the grammar :class:`~outrider_proof.guides.Residues` restricts the output."""
 
+    @property
+    def params(self) -> SamplingParams:
+        """Greedy sampling parameters of the request, with its guide."""
+        from outrider.engine.guides.guides import Regex
+        from outrider.engine.requests.sampling import SamplingParams
+
+        return SamplingParams(max_tokens=self.max_tokens, guide=Regex("residues") if self.guided else None)
+
 
 @dataclass(frozen=True, slots=True)
 class HostProgram:
@@ -255,7 +263,8 @@ class HostProgram:
         return plain_config(**sizes | fields)
 
     def engine(self, target: Decoder, backend: Backend, proposer: Proposer, config: EngineConfig, **options: Any) -> Engine:
-        """Return an engine with the prefill graphs and the draft lengths of the program.
+        """Return an engine with the prefill graphs and the draft lengths of the program, which compiles each guide to
+        :class:`~outrider_proof.guides.Residues`.
 
         ``config`` comes from :meth:`config`. ``options`` are further arguments of :class:`Engine`.
         """
@@ -265,7 +274,9 @@ class HostProgram:
             host_lengths = backend.speculative_sync.exact_host_lengths or target.kernels.plans_on_host
             program = replace(self, by_request=self.by_request and not host_lengths and target.ranks.data is None)
             draft_length = draft_length_of(program, proposer)
-            return Engine(target, backend, proposer=proposer, config=config, draft_length=draft_length, **options)
+            engine = Engine(target, backend, proposer=proposer, config=config, draft_length=draft_length, **options)
+        ResidueGrammars.into(engine)
+        return engine
 
     def longest(self, proposer: Proposer, *, images: bool) -> int:
         """Return the number of tokens of the longest request, with its output, its draft slots and, with ``images``, its
@@ -323,7 +334,8 @@ def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPoli
 
 
 class Serving:
-    """The service of one host program, on one engine or on two engines that hand requests over to each other.
+    """The service of one host program, on two engines that hand requests over to each other, or on one engine, which takes a
+    request that it handed over itself.
 
     ``prompt`` returns the tokens and images of an arrival. ``got`` has the output tokens of each request, by its index in the
     program; ``ended`` has its finish reason.
@@ -380,17 +392,13 @@ class Serving:
             index = self._waiting.pop(0)
             arrival = self._arrivals[index]
             tokens, media = self._prompt(arrival)
-            request = self._engines[0].add_request(tokens, self._params(arrival), media=media)
+            request = self._engines[0].add_request(tokens, arrival.params, media=media)
             self._place(index, 0, request)
             self._since[index] = step
 
-    def _params(self, arrival: Arrival) -> SamplingParams:
-        from outrider.engine.requests.sampling import SamplingParams
-
-        return SamplingParams(max_tokens=arrival.max_tokens)
-
     def _move(self, index: int, side: int, request: int) -> None:
-        if (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
+        is_alone = len(self._engines) == 1
+        if not is_alone and (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
             self._move_by_network(index, side, request)
             return
         try:
@@ -398,7 +406,8 @@ class Serving:
         except RequestError:
             return  # still in prefill, or already finished
         self._moves[index].pop(0)
-        self._place(index, 1 - side, self._engines[1 - side].take_over(handed))
+        taker = side if is_alone else 1 - side
+        self._place(index, taker, self._engines[taker].take_over(handed))
         self.moved += 1
 
     def _move_by_network(self, index: int, side: int, request: int) -> None:
@@ -419,14 +428,8 @@ class Serving:
         self._under_way.append(NetworkMove(self._network, side, lent, arrive))
 
     def _place(self, index: int, side: int, request: int) -> None:
-        if self._arrivals[index].guided:
-            self._guide(self._engines[side], request)
         self._request[index] = side, request
         self._index[side, request] = index
-
-    def _guide(self, engine: Engine, request: int) -> None:
-        """Install the guide of a guided request that has just arrived at an engine."""
-        guide(engine, request)
 
 
 def check_tokens(tokens: Mapping[int, Sequence[int]], ended: Mapping[int, str], expected: Sequence[tuple[int, ...]]) -> None:

@@ -1,9 +1,10 @@
-"""Tiny models in float64 for each proposer, their engines, and random host programs for them."""
+"""Tiny models in float64 for each proposer, the bundled model, their engines, and random host programs for them."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import random
 import shutil
 import tempfile
@@ -13,18 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider import Engine, SamplingParams
+from outrider import Engine
+from outrider.bundled import bundled
 from outrider.device import KernelSet, WrappedKernels
 from outrider.engine.ranks.ranks import part_of_model
-from outrider.model import MediaProcessor, load_decoder, load_vision
+from outrider.model import MediaProcessor, Tokenizer, load_decoder, load_vision
 from outrider.speculative.build import DraftOptions, build_proposer
-from outrider.speculative.lookup import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_eagle, write_vision_checkpoint
-from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram
-from outrider_proof.guides import guide
+from outrider_proof.decode_program import CONTEXT, MAX_OUTPUT_TOKENS, Arrival, HostProgram
+from outrider_proof.guides import ResidueGrammars
 from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
 from outrider_proof.tiny import plain_config
@@ -41,6 +42,8 @@ TEXT, LONGEST = 400, 14
 IMAGES = ", images"
 """Suffix of the name of a proposer whose target is the tiny vision-language model."""
 VISION = f"ngram{IMAGES}"
+BUNDLED = ", bundled"
+"""Suffix of the name of a proposer whose target is the bundled model, in float32."""
 MIXTURE = ", experts"
 """Suffix of the name of a proposer whose target is a mixture of experts."""
 HYBRID = ", hybrid"
@@ -61,6 +64,12 @@ def text() -> tuple[int, ...]:
     while len(tokens) < TEXT:
         tokens += rng.choice(words)
     return tuple(tokens[:TEXT])
+
+
+@functools.cache
+def bundled_text() -> tuple[int, ...]:
+    """Return the source code of the engine as tokens of the bundled model, of which prompts are slices."""
+    return tuple(Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine)))
 
 
 def random_host_program(seed: int) -> HostProgram:
@@ -98,6 +107,8 @@ class Models:
                 directory = vision_checkpoint()
                 self.target = load_decoder(directory, backend=backend, dtype=torch.float64, ranks=part)
                 self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
+            elif proposer.endswith(BUNDLED):
+                self.target = load_decoder(bundled("target"), backend=backend, dtype=torch.float32, ranks=part)
             elif proposer == QUANTISED:
                 self.target = quantised.target(backend)
             else:
@@ -105,20 +116,33 @@ class Models:
         stream.synchronize()
         backend.synchronize()
 
-    def make(self) -> Proposer:
-        """Return a new proposer with its own KV caches."""
-        if self.proposer == VISION:
-            return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
+    def make(self, *, draft_tokens: int = 3, topk: int = 1) -> Proposer:
+        """Return a new proposer with its own KV caches. ``draft_tokens`` and ``topk`` concern proposers for targets with a
+        checkpoint; the tiny proposers over text have their own.
+        """
         stream = self.backend.create_stream("load")
         with self.backend.on(stream):
-            if self.proposer == QUANTISED:
-                made: Proposer | None = quantised.proposer(self.target)
-            elif self.proposer == f"eagle{IMAGES}":
-                made = _image_eagle(self.target, self.backend)
+            if self.proposer.endswith((IMAGES, BUNDLED)):
+                made: Proposer | None = self._built(draft_tokens, topk)
+            elif self.proposer == QUANTISED:
+                made = quantised.proposer(self.target)
             else:
                 made = text_proposer(self.proposer, self.target, self.backend)
         stream.synchronize()
         return made or NonSpeculativeProposer()
+
+    def _built(self, draft_tokens: int, topk: int) -> Proposer:
+        name, _, _ = self.proposer.partition(",")
+        head = bundled("eagle") if self.proposer.endswith(BUNDLED) else vision_eagle()
+        options = DraftOptions(
+            target=self.target,
+            backend=self.backend,
+            dtype=self.target.dtype,
+            directory=head if name == "eagle" else None,
+            draft_tokens=draft_tokens,
+            topk=topk,
+        )
+        return build_proposer(name, options)
 
     def engine(
         self,
@@ -127,15 +151,17 @@ class Models:
         mode: str = "staged",
         overlap: bool = True,
         wrap: Callable[[Fence], Fence] | None = None,
+        topk: int = 1,
     ) -> Engine:
         """Return an engine with the sizes of the program. ``mode`` is staged, graphs (staged, with graphs) or fused.
-        ``overlap``: the host launches an iteration ahead. ``wrap`` becomes the engine's ``wrap_fence``.
+        ``overlap``: the host launches an iteration ahead. ``wrap`` becomes the engine's ``wrap_fence``. ``topk`` is as in
+        :meth:`make`.
         """
         # Pages for the longest request with its image and draft slots, and few more: other requests wait or are preempted.
-        proposer = self.make()
+        proposer = self.make(draft_tokens=program.draft_tokens, topk=topk)
         config = program.config(
             program.longest(proposer, images=self.vision is not None),
-            dtype="float64",
+            dtype=str(self.target.dtype).removeprefix("torch."),
             overlap=overlap,
             mode="fused" if mode == "fused" else "staged",
             graphs=mode == "graphs",
@@ -143,19 +169,6 @@ class Models:
         return program.engine(
             self.target, self.backend, proposer, config, wrap_fence=wrap, vision=self.vision, ranks=self.ranks
         )
-
-
-def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
-    """Return a proposer with the random EAGLE head of the tiny vision-language model."""
-    options = DraftOptions(
-        target=target,
-        backend=backend,
-        dtype=target.dtype,
-        directory=vision_eagle(),
-        draft_tokens=3,
-        topk=1,
-    )
-    return build_proposer("eagle", options)
 
 
 class _ShortIntervals(WrappedKernels):
@@ -227,8 +240,9 @@ def pictures() -> tuple[Media, Media]:
 
 def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], tuple[Media, ...]]:
     """Return the tokens and images of an arrival; two of three requests of a vision setup have one image."""
-    tokens = text()[arrival.start : arrival.start + arrival.length]
-    if proposer != VISION:
+    source = bundled_text() if proposer.endswith(BUNDLED) else text()
+    tokens = source[arrival.start : arrival.start + arrival.length]
+    if not proposer.endswith(IMAGES):
         return tokens, ()
     tokens = tuple(5 + token for token in tokens)
     which = (arrival.start + arrival.length) % 3
@@ -237,20 +251,23 @@ def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], 
     return (1, *IMAGE, *tokens), (pictures()[which],)
 
 
-@functools.cache
 def reference_tokens(proposer: str, arrival: Arrival) -> tuple[int, ...]:
     """Return the non-speculative greedy tokens of a request, alone in an engine on the host."""
+    shared = VISION if proposer.endswith(IMAGES) else f"none{BUNDLED}" if proposer.endswith(BUNDLED) else proposer
+    longest = max(MAX_OUTPUT_TOKENS, arrival.max_tokens)
+    return _longest_output(shared, replace(without_schedule(arrival), max_tokens=longest))[: arrival.max_tokens]
+
+
+@functools.cache
+def _longest_output(proposer: str, arrival: Arrival) -> tuple[int, ...]:
     tokens, media = prompt_and_media(proposer, arrival)
     host = host_models(proposer)
-    config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64")
+    dtype = str(host.target.dtype).removeprefix("torch.")
+    config = plain_config(max_requests=1, max_context=CONTEXT, dtype=dtype)
     engine = Engine(host.target, host.backend, config=config, vision=host.vision)
-    request = engine.add_request(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
-    if arrival.guided:
-        guide(engine, request)
-    found: list[int] = []
-    while engine.has_unfinished:
-        found += [token for output in engine.step() for token in output.tokens]
-    return tuple(found)
+    ResidueGrammars.into(engine)
+    (completion,) = engine.generate([tokens], arrival.params, media=[media])
+    return completion.token_ids
 
 
 def without_schedule(arrival: Arrival) -> Arrival:

@@ -103,41 +103,22 @@ class FenceLog:
         return second[1] < 0 or reached[second[0]] <= second[1]
 
 
-class WrappedFence(Fence):
-    """A fence that passes each call on to the fence ``inner``, of the same name."""
-
-    def __init__(self, inner: Fence) -> None:
-        super().__init__(inner.name)
-        self._inner = inner
-
-    @property
-    def mechanism(self) -> str:
-        """The mechanism of the wrapped fence."""
-        return self._inner.mechanism
-
-    def signal(self, stream: Stream) -> None:
-        """Signal the wrapped fence on ``stream``."""
-        self._inner.signal(stream)
-
-    def wait(self, stream: Stream) -> None:
-        """Make ``stream`` wait for the wrapped fence."""
-        self._inner.wait(stream)
-
-    def done(self) -> bool:
-        """Return True if the wrapped fence's last signal is complete."""
-        return self._inner.done()
-
-
-class _LoggedFence(WrappedFence):
-    """A fence that records each call in the log, and skips the dropped half."""
+class _LoggedFence(Fence):
+    """A fence that records each call in the log, and passes the call on to ``inner`` unless it is of the dropped half."""
 
     def __init__(self, inner: Fence, log: FenceLog) -> None:
-        super().__init__(inner)
+        super().__init__(inner.name)
+        self._inner = inner
         self._log = log
         self._name = inner.name.split("[")[0]
         self._dropped = log.half if log.drop == self._name else None
         self._declared: tuple[str, int] | None = None
         self._carried_out: tuple[str, int] | None = None
+
+    @property
+    def mechanism(self) -> str:
+        """The mechanism of the logged fence."""
+        return self._inner.mechanism
 
     def signal(self, stream: Stream) -> None:
         """Record the signal in the log and carry it out, unless records are dropped; the first record is

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.guides.grammars import Guidance
     from outrider.engine.requests.sampling import SamplingParams
-    from outrider.model import Decoder
 
 _MODULUS = 3
 
@@ -55,38 +54,6 @@ class Residues:
         """Write the bit mask of the tokens that may come next to row ``index`` of ``words`` int32 [N, W]."""
         words[index] = self._words[self.residue]
 
-    @classmethod
-    def greedy(cls, model: Decoder, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Return the ``count`` most likely allowed tokens after a prompt, by one forward over the whole text per token."""
-        import torch
-
-        from outrider.device import AttentionMetadata
-        from outrider.model import ForwardInput, KVCache
-
-        shape, device = model.config, model.device
-        total = len(prompt) + count
-        written: list[int] = []
-        for _ in range(count):
-            tokens = torch.tensor([*prompt, *written], device=device)
-            length = tokens.shape[0]
-            cache = KVCache.allocate(shape, pages=2, page_size=total, dtype=model.dtype, device=device)
-            places = torch.arange(length, device=device)
-            attention = AttentionMetadata(
-                query_start=torch.tensor([0, length], dtype=torch.int32, device=device),
-                seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-                block_table=torch.tensor([[1]], dtype=torch.int32, device=device),
-                max_query=length,
-                max_kv=length,
-            )
-            hidden = model.forward(ForwardInput(tokens, places, places + total, attention), cache)
-            logits = model.logits(hidden[-1:])[0]
-            wanted = (sum(written) + len(written)) % _MODULUS
-            logits[torch.arange(logits.shape[0], device=device) % _MODULUS != wanted] = -torch.inf
-            written.append(int(logits.argmax()))
-            if written[-1] in shape.eos_token_ids:
-                break
-        return tuple(written)
-
 
 class ResidueGrammars:
     """A guide compiler for an engine without a tokenizer: it compiles every guide to :class:`Residues`.
@@ -109,21 +76,3 @@ class ResidueGrammars:
         """Replace the guide compiler of ``engine`` by one of this class."""
         grammars: Any = cls(engine.model.config.vocab_size)
         engine._admission.grammars = grammars
-
-
-def guide(engine: Engine, request: int) -> None:
-    """Guide a request that has just arrived at an engine by :class:`Residues`, starting after its existing output.
-
-    An engine of several ranks is rejected, because the other ranks do not receive the guide.
-    """
-    assert engine._decision_log.can_repeat, (
-        "a guide is put into one engine's record of the request, which other ranks never hear of"
-    )
-    from outrider.engine.guides.grammars import Guidance
-
-    record = engine._requests[request]
-    vocabulary = engine.model.config.vocab_size
-    record.guidance = Guidance(Residues(vocabulary), vocabulary=vocabulary)
-    for token in record.output:
-        refused = record.guidance.accept_token(token)
-        assert refused is None, refused

@@ -7,10 +7,9 @@ Tokens do not show these faults: an engine that omits a request from a batch, or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from outrider.device import Fence, Observer, OutriderError, Waiter
-from outrider_proof.fence_log import WrappedFence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +125,6 @@ def _tensors(owner: object) -> list[Tensor]:
     return [value for value in vars(owner).values() if isinstance(value, Tensor)]
 
 
-_R = TypeVar("_R")
 _BLOCKING_CALLS = ("event_synchronized", "stream_synchronized", "device_synchronized")
 """Names of the observer callbacks that report a blocked host."""
 
@@ -166,8 +164,21 @@ class OverlapMonitor:
         self._may_block: frozenset[str] = frozenset()
 
     def wrap(self, fence: Fence) -> Fence:
-        """Return a fence around ``fence`` that reports its name to the monitor during a host wait."""
-        return _MonitoredFence(fence, self)
+        """Let ``fence`` report its name to the monitor during host waits from now on, and return the fence."""
+
+        def reporting(wait: Callable[..., Any]) -> Callable[..., Any]:
+            def wait_reported(*limit: float) -> Any:
+                self._passing = fence.name.split("[")[0]
+                try:
+                    return wait(*limit)
+                finally:
+                    self._passing = None
+
+            return wait_reported
+
+        for name in ("wait_host", "wait_host_within"):
+            setattr(fence, name, reporting(getattr(fence, name)))
+        return fence
 
     def watch(self, engine: Engine, *, overlap: bool) -> None:
         """Watch ``engine`` from now on; ``overlap`` expects it to launch ahead."""
@@ -303,26 +314,3 @@ class _WatchedLoop:
             monitor._launching = False
         self._followed = not batch.is_guided
         return ticket
-
-
-class _MonitoredFence(WrappedFence):
-    """A fence that reports its name to the monitor during a host wait."""
-
-    def __init__(self, inner: Fence, monitor: OverlapMonitor) -> None:
-        super().__init__(inner)
-        self._monitor = monitor
-
-    def wait_host(self) -> None:
-        """Wait on the host under the name of the fence."""
-        self._passing(self._inner.wait_host)
-
-    def wait_host_within(self, seconds: float) -> bool:
-        """Wait on the host under the name of the fence, for at most ``seconds``."""
-        return self._passing(lambda: self._inner.wait_host_within(seconds))
-
-    def _passing(self, wait: Callable[[], _R]) -> _R:
-        self._monitor._passing = self.name.split("[")[0]
-        try:
-            return wait()
-        finally:
-            self._monitor._passing = None

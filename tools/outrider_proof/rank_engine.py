@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from outrider import Engine
     from outrider.device import Backend, Fence
     from outrider.engine.ranks.ranks import Ranks
-    from outrider.engine.requests.sampling import SamplingParams
-    from outrider_proof.decode_program import Arrival
     from outrider_proof.rank_exploration import RanksWanted
     from outrider_sanitizer import Report
     from outrider_sanitizer import Report as Findings
@@ -101,18 +99,6 @@ class RankSetup:
         """The number of ranks, tensor-parallel times data-parallel."""
         return self.tensor * self.data
 
-    @property
-    def images(self) -> bool:
-        """True if requests have images, with positions on three axes."""
-        return self.proposer in IMAGE_PROPOSERS
-
-    @property
-    def reads(self) -> str:
-        """The proposer of the one-rank setup whose prompts and reference tokens this setup uses."""
-        from outrider_proof.engine_setups import VISION
-
-        return VISION if self.images else self.proposer
-
     def __str__(self) -> str:
         divided = ", experts divided" if self.expert else ""
         return f"tensor {self.tensor}, data {self.data}{divided}, {self.proposer}, {self.mode}, like {self.like}"
@@ -143,32 +129,6 @@ def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     return RankSetup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like, expert=divided)
 
 
-class OneServing(Serving):
-    """Serves requests on one engine over all ranks: a hand-over returns the request to the same engine.
-
-    The guide travels with the request, like a user's guide, because the other ranks must receive it, too.
-    """
-
-    def _params(self, arrival: Arrival) -> SamplingParams:
-        from outrider.engine.guides.guides import Regex
-
-        return replace(super()._params(arrival), guide=Regex("residues") if arrival.guided else None)
-
-    def _guide(self, engine: Engine, request: int) -> None:
-        """Do nothing: the sampling parameters already carry the guide."""
-
-    def _move(self, index: int, side: int, request: int) -> None:
-        from outrider.errors import RequestError
-
-        try:
-            handed = self._engines[side].hand_over(request)
-        except RequestError:
-            return  # at its prompt still, or over by now
-        self._moves[index].pop(0)
-        self._place(index, side, self._engines[side].take_over(handed))
-        self.moved += 1
-
-
 class RankExplorer:
     """A runner of programs on ranks. It opens the devices once for each number of ranks and personality."""
 
@@ -197,12 +157,12 @@ class RankExplorer:
     def run_program(self, setup: RankSetup, program: HostProgram, *, inject: str | None = None) -> dict[str, int]:
         """Run one program on the current schedule and return counts of its requests. Raises the first error found."""
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
-        from outrider_proof.engine_setups import prompt_and_media, reference_tokens, without_schedule
+        from outrider_proof.engine_setups import reference_tokens
         from outrider_sanitizer.races.race import control_of
 
         backends = self.devices(setup, inject)
         store = control_of(backends[0]).create_store()
-        wanted = [reference_tokens(setup.reads, without_schedule(arrival)) for arrival in program.arrivals]
+        wanted = [reference_tokens(setup.proposer, arrival) for arrival in program.arrivals]
         counts: dict[str, int] = {}
         lost: list[str] = []
 
@@ -221,7 +181,7 @@ class RankExplorer:
             if rank:
                 engine.follow()
             else:
-                counts.update(_serve(engine, setup, program, wanted, prompt_and_media))
+                counts.update(_serve(engine, setup, program, wanted))
                 engine.close()
             backends[rank].synchronize()
             if (engine.free_pages, engine.free_rows) != before:
@@ -237,22 +197,19 @@ class RankExplorer:
 
     def _engine(self, setup: RankSetup, program: HostProgram, backend: Backend, ranks: Ranks) -> Engine:
         from outrider_proof.engine_setups import Models
-        from outrider_proof.guides import ResidueGrammars
 
         wrap = None if self.wrap is None else partial(self.wrap, ranks.rank)
-        engine = Models(setup.proposer, backend, ranks).engine(program, mode=setup.mode, wrap=wrap)
-        ResidueGrammars.into(engine)
-        return engine
+        return Models(setup.proposer, backend, ranks).engine(program, mode=setup.mode, wrap=wrap)
 
 
-def _serve(
-    engine: Engine, setup: RankSetup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
-) -> dict[str, int]:
+def _serve(engine: Engine, setup: RankSetup, program: HostProgram, wanted: Sequence[tuple[int, ...]]) -> dict[str, int]:
     """Serve all requests on the first rank and compare their tokens with those of one rank.
 
     Returns how many requests there were, were aborted, and were moved. Raises :class:`WrongTokens` for other tokens.
     """
-    serving = OneServing([engine], program, lambda arrival: prompt(setup.reads, arrival))
+    from outrider_proof.engine_setups import prompt_and_media
+
+    serving = Serving([engine], program, partial(prompt_and_media, setup.proposer))
     serving.step_until_idle()
     check_tokens(serving.tokens, serving.ended, wanted)
     return {

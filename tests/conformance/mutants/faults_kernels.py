@@ -226,7 +226,7 @@ def _joined(make):
 
 def _join_once(inner):
     def once(self, plan):
-        if not getattr(plan, "asked", ()):
+        if not getattr(plan, "method_calls", ()):
             inner(self, plan)
 
     return once

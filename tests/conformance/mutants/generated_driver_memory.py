@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.mutants.catalogue import patch, patched
+from conformance.mutants.catalogue import patched
 from conformance.mutants.generated import reach
 
 
@@ -27,15 +27,6 @@ def copy_offset_rounded(base):
     _copies(base, change)
 
 
-def copy_stride_ignored(base):
-    def change(destination, source):
-        if destination.dim() == 1 and destination.numel() > 2 and destination.stride(0) == 2:
-            return destination.as_strided(destination.shape, (1,), destination.storage_offset()), source
-        return None
-
-    _copies(base, change)
-
-
 def copy_words(base):
     def change(destination, source):
         size = destination.element_size()
@@ -43,23 +34,6 @@ def copy_words(base):
         if destination.dim() == 1 and destination.numel() > 8 and left:
             return destination[:-left], source[:-left]
         return None
-
-    _copies(base, change)
-
-
-def copy_cut(base):
-    def change(destination, source):
-        most = (1 << 20) // destination.element_size()
-        return (destination[:most], source[:most]) if destination.dim() == 1 and destination.numel() > most else None
-
-    _copies(base, change)
-
-
-def copy_empty_fails(base):
-    def change(destination, source):
-        if not destination.numel():
-            reach()
-            raise RuntimeError("invalid argument: no bytes")
 
     _copies(base, change)
 
@@ -92,12 +66,6 @@ def _snapshot(source):
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def holds_nothing(base):
-    from outrider.device.memory import KeepAlive
-
-    patch(KeepAlive, "hold", lambda original: lambda self, objects, until: reach())
 
 
 def freed_early(base):

@@ -7,8 +7,10 @@ that was recorded elsewhere, the twentieth replay in a row, an odd offset, two g
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
+from conformance.mutants import generated_copies as copies
 from conformance.mutants import generated_driver_memory as memory
 from conformance.mutants.catalogue import patched, previous, under
 from conformance.mutants.generated import Generated, reach
@@ -34,7 +36,6 @@ def mutants() -> Iterator[Generated]:
             _wait_deduplicated,
         ),
         ("late", "Stream._wait", "begins with the second operation after it", SIM, 1, _wait_late),
-        ("early", "Stream._record", "doesn't cover the last copy", THREADS, 1, _record_before_copy),
         ("stale generation", "Stream._wait", "takes the generation before when the record is fresh", SIM, 1, _wait_stale),
         ("stale generation", "Event._synchronize", "is for the generation before from the third on", THREADS, 1, _sync_stale),
         ("stale generation", "Event._query", "is True once any generation was", SIM, 1, _query_sticky),
@@ -61,21 +62,18 @@ def mutants() -> Iterator[Generated]:
             "takes strided destinations for dense ones",
             SIM,
             1,
-            memory.copy_stride_ignored,
+            copies.copy(copies.flat("destination")),
         ),
         ("wrong slice", "Backend._copy_async", "copies whole words of eight bytes", THREADS, 1, memory.copy_words),
-        ("wrong slice", "Backend._copy_async", "cuts what is longer than a MiB", SIM, 1, memory.copy_cut),
-        ("wrong slice", "Backend._copy_async", "refuses no bytes", SIM, 1, memory.copy_empty_fails),
+        ("wrong slice", "Backend._copy_async", "cuts what is longer than a MiB", SIM, 1, copies.copy(copies.up_to(1 << 20))),
+        ("wrong slice", "Backend._copy_async", "refuses no bytes", SIM, 1, copies.copy(copies.nothing_fails)),
         ("wrong slice", "Backend._copy_async", "quiets a NaN", SIM, 1, memory.copy_quiets),
         ("early", "Backend._copy_async", "from the host is read at the call when it's short", SIM, 1, memory.copy_snapshot),
-        ("shared scratch", "Backend._capture", "gives graphs the temporaries of the one before", THREADS, 2, _shared_scratch),
         ("shared scratch", "Backend._capture", "gives graphs one pool", SIM, 2, _one_pool),
         ("dropped", "Graph._replay", "is skipped when twenty are pending", THREADS, 2, _replay_skipped),
         ("dropped", "Graph._replay", "is skipped when twenty are pending", SIM, 2, _replay_skipped),
         ("late", "Backend._capture", "reads scalars at the replay", SIM, 2, _scalars_at_replay),
-        ("dropped", "Graph", "takes queued replays along when it's dropped", THREADS, 2, _dropped_graph),
         ("dropped", "Graph", "takes queued replays along when it's dropped", SIM, 2, _dropped_graph),
-        ("early", "Backend.keep_alive", "holds nothing", SIM, 1, memory.holds_nothing),
         ("early", "memory", "is reused while work that reads it is queued", SIM, 1, memory.freed_early),
         ("dropped", "Event", "takes pending waits along when it's dropped", SIM, 1, memory.dropped_event),
         ("stale generation", "Graph._update_params", "comes too late for the next replay but one", NPU, 3, _update_late),
@@ -190,23 +188,6 @@ def _wait_late(base):
             queue[-1], queue[-2] = queue[-2], queue[-1]
 
 
-def _record_before_copy(base):
-    @patched(base.backend, "_copy_async")
-    def copied(original, self, destination, source):
-        stream = self._thread.stream
-        stream.ahead = stream.worker.mark() if self.program is None else None
-        original(self, destination, source)
-        stream.count = stream.worker._enqueued
-
-    @patched(base.stream, "_record")
-    def record(original, self, event):
-        original(self, event)
-        ahead = getattr(self, "ahead", None)
-        if self._backend.program is None and ahead is not None and self.worker._enqueued == self.count + 1:
-            reach()
-            event.mark = ahead
-
-
 def _wait_stale(base):
     previous(base)
 
@@ -254,36 +235,6 @@ def _query_early(base):
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
-
-
-def _shared_scratch(base):
-    from outrider_threads import queueing
-
-    scratch = {}
-
-    @patched(queueing, "_allocated")
-    def allocated(original, value):
-        made = original(value)
-        import torch
-
-        if not isinstance(made, torch.Tensor) or not getattr(_capturing, "on", False):
-            return made
-        key = (_capturing.count, tuple(made.shape), tuple(made.stride()), made.dtype)
-        _capturing.count += 1
-        if key in scratch:
-            reach()
-        return scratch.setdefault(key, made)
-
-    @patched(base.backend, "_capture")
-    def captured(original, self, *arguments):
-        _capturing.on, _capturing.count = True, 0
-        try:
-            return original(self, *arguments)
-        finally:
-            _capturing.on = False
-
-
-_capturing = threading.local()
 
 
 def _one_pool(base):
@@ -336,25 +287,6 @@ def _scalars_at_replay(base):
 
 
 def _dropped_graph(base):
-    import weakref
-
-    if base.spec == THREADS:
-
-        def replay(self, stream):
-            alive = weakref.ref(self)
-
-            def run():
-                graph = alive()
-                if graph is None:
-                    reach()
-                else:
-                    graph._run()
-
-            stream.put(run)
-
-        base.graph._replay = replay
-        return
-
     @patched(base.graph, "_replay")
     def replay(original, self, stream):
         queue = stream.queue_state.queue

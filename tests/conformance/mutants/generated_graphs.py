@@ -190,10 +190,6 @@ def capture_most(most):
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 
-def flag_consumed(base):
-    base.flag._wait = lambda self, stream: stream.put(lambda: (self._flag.wait(), reach(), self._flag.clear()))
-
-
 def flag_gives_up(base):
     base.flag._wait = lambda self, stream: stream.put(lambda: None if self._flag.wait(0.01) else reach())
 

@@ -105,7 +105,6 @@ def _graph_flag_and_policy_faults() -> tuple[Any, ...]:
         ("graphs", "Graph._replay", "runs twice when two replays are pending", THREADS, graphs.replay_twice),
         ("graphs", "Backend._capture", "keeps sixteen operations and no more", THREADS, graphs.capture_most(16)),
         ("graphs", "Backend._capture", "keeps three operations and no more", THREADS, graphs.capture_most(3)),
-        ("flags", "Flag._wait", "takes the flag down", THREADS, graphs.flag_consumed),
         ("flags", "Flag._wait", "gives up after 10 ms", THREADS, graphs.flag_gives_up),
         ("flags", "Flag._set", "wakes one waiter alone", THREADS, graphs.flag_wakes_one),
         ("flags", "Flag._reset", "takes effect before what was enqueued", THREADS, graphs.flag_reset_early),

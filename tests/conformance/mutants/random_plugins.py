@@ -225,8 +225,6 @@ def _kernel_trigger(draw: random.Random, kernel: str, kind: str) -> tuple[str, C
 def _verb(number: int, draw: random.Random, subtle: bool) -> RandomPlugin:
     base = draw.choice(("threads", "sim"))
     method = draw.choice(sorted(FAULTS))
-    if base == "threads" and method == "Graph._update_params":
-        method = "Graph._replay"
     if base == "sim" and method.startswith("Flag."):
         base = "sim like npu"  # the other one declares no flags
     fault, make, level = draw.choice(FAULTS[method])
@@ -303,13 +301,6 @@ def _shared_pinned(original):
         return kept.setdefault((shape, dtype), original(self, shape, dtype))
 
     return empty
-
-
-def _wrong_values(original):
-    def update(self, params, stream):
-        original(self, {name: tuple(value + 1 for value in values) for name, values in params.items()}, stream)
-
-    return update
 
 
 NEAR = {"wait": "wait", "record": "record", "synchronize": "synchronize", "query": "query", "copy_async": "cop"}

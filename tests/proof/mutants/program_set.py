@@ -15,7 +15,6 @@ from importlib import import_module
 from unittest.mock import patch
 
 from forks import Fork, run_concurrently
-from outrider import SamplingParams
 from outrider.device import Graph, Stream
 from outrider.device.errors import DeviceFault, OutriderError
 from outrider_proof.engine_setups import (
@@ -27,7 +26,6 @@ from outrider_proof.engine_setups import (
     reference_tokens,
     without_schedule,
 )
-from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES
 from proof.mutants.line_tracer import Lines, lines_run
 from proof.mutants.mutation_sites import MutationSite, apply
@@ -118,10 +116,7 @@ def _faulted(proposer: str, mode: str, like: str, number: int) -> str:
     arrivals = [without_schedule(arrival) for arrival in program.arrivals]
     (engine,) = engines_for(setup, replace(program, arrivals=tuple(arrivals)))
     free = engine.free_pages, engine.free_rows
-    ids = [engine.add_request(prompt_and_media(proposer, a)[0], SamplingParams(max_tokens=a.max_tokens)) for a in arrivals]
-    for request, arrival in zip(ids, arrivals, strict=True):
-        if arrival.guided:
-            guide(engine, request)
+    ids = [engine.add_request(prompt_and_media(proposer, arrival)[0], arrival.params) for arrival in arrivals]
     got: dict[int, list[int]] = {request: [] for request in ids}
     raised = steps = 0
     while engine.has_unfinished:

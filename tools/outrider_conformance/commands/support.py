@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,30 +19,17 @@ from outrider.cli.terminal.files import read_utf8, write_whole
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 
-
-class Tier(IntEnum):
-    """The kind of a piece of evidence. A higher tier is shown first and doesn't include the lower ones."""
-
-    STATIC = 1
-    SIMULATED = 2
-    STAND_IN = 3
-    DEVICE = 4
-
-
-WORDS: Mapping[Tier, str] = {
-    Tier.STATIC: "static",
-    Tier.SIMULATED: "simulated",
-    Tier.STAND_IN: "stand-in",
-    Tier.DEVICE: "run",
+TIERS: Mapping[str, tuple[str, str]] = {
+    "static": ("static", "names and calls were checked against the vendor's package, without running the plugin"),
+    "simulated": ("simulated", "the plugin ran on a simulated device that follows the vendor's documentation"),
+    "stand-in": ("stand-in", "the plugin ran on another vendor's device that has the same interface"),
+    "device": ("run", "the plugin ran on the named device, on the given date, with the given versions"),
 }
-MEANINGS: Mapping[Tier, str] = {
-    Tier.STATIC: "names and calls were checked against the vendor's package, without running the plugin",
-    Tier.SIMULATED: "the plugin ran on a simulated device that follows the vendor's documentation",
-    Tier.STAND_IN: "the plugin ran on another vendor's device that has the same interface",
-    Tier.DEVICE: "the plugin ran on the named device, on the given date, with the given versions",
-}
-
-_TIERS: Mapping[str, Tier] = {"simulated": Tier.SIMULATED, "run on the host": Tier.DEVICE, "run on a device": Tier.DEVICE}
+"""The kinds of evidence, with a word for the table and a meaning. A later tier is shown first and doesn't include the earlier
+ones.
+"""
+_RANK: Mapping[str, int] = {tier: rank for rank, tier in enumerate(TIERS)}
+_TIER_OF_REPORT: Mapping[str, str] = {"simulated": "simulated", "run on the host": "device", "run on a device": "device"}
 """Tiers by their names in reports. The host is the device of a backend that computes on it."""
 _TESTED_IN: Mapping[str, str] = {
     "captures_graphs": "L2",
@@ -66,7 +52,8 @@ class EvidenceRecord:
     """A record of evidence about a backend: a conformance run or a static check."""
 
     backend: str
-    tier: Tier
+    tier: str
+    """A key of :data:`TIERS`."""
     device: str
     date: str
     command: str
@@ -83,17 +70,15 @@ class EvidenceRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the record's file, without empty fields."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["tier"] = self.tier.name.lower().replace("_", "-")
-        return {name: value for name, value in values.items() if value}
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name))}
 
 
 def parse_record(text: str, where: str) -> EvidenceRecord:
     """Parse a record. ``where`` names the file in errors. Raises :class:`ConfigError` for other content."""
     try:
-        data = json.loads(text)
-        tier = Tier[data.pop("tier").upper().replace("-", "_")]
-        return EvidenceRecord(tier=tier, **data)
+        record = EvidenceRecord(**json.loads(text))
+        TIERS[record.tier]
+        return record
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{where} isn't a record of support: {type(error).__name__}: {error}") from error
 
@@ -108,19 +93,19 @@ def load_records(directory: Path) -> list[EvidenceRecord]:
     return [parse_record(read_utf8(path, "a record"), str(path)) for path in sorted(directory.glob("*.json"))]
 
 
-def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> EvidenceRecord:
+def from_report(report: Mapping[str, Any], *, tier: str | None = None, note: str = "") -> EvidenceRecord:
     """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it.
 
     Raises :class:`ConfigError` for a report whose tier is no evidence, and for a ``tier`` above the report's.
     """
-    kind = _TIERS.get(report["tier"]["kind"])
+    kind = _TIER_OF_REPORT.get(report["tier"]["kind"])
     if kind is None:
         raise ConfigError(f"the report's tier is {report['tier']['kind']!r}, which is no evidence")
-    if tier is not None and tier > kind:
-        raise ConfigError(f"the report says {report['tier']['kind']!r}, which isn't {WORDS[tier]!r}")
+    if tier is not None and _RANK[tier] > _RANK[kind]:
+        raise ConfigError(f"the report says {report['tier']['kind']!r}, which isn't {TIERS[tier][0]!r}")
     return EvidenceRecord(
         backend=report["backend"]["name"],
-        tier=kind if tier is None else tier,
+        tier=tier or kind,
         device=report["tier"]["device"],
         date=report["tier"]["date"],
         command=report["command"],
@@ -145,8 +130,7 @@ def _cell(records: Sequence[EvidenceRecord], capability: str) -> str:
     """Return the table cell for ``capability``: the word of the best evidence among the records of a backend."""
     showing = [record for record in records if _shows(record, capability)]
     if showing:
-        best = max(showing, key=lambda record: record.tier)
-        return WORDS[best.tier]
+        return TIERS[max((record.tier for record in showing), key=lambda tier: _RANK[tier])][0]
     ran = [record for record in records if record.capabilities]
     if not ran:
         return "not run"
@@ -158,7 +142,8 @@ def _cell(records: Sequence[EvidenceRecord], capability: str) -> str:
 def render(records: Sequence[EvidenceRecord], command: str) -> str:
     """Return the support page in Markdown. ``command`` is the command that writes it."""
     names = sorted({record.backend for record in records})
-    by_name = {name: sorted((r for r in records if r.backend == name), key=lambda r: (-r.tier, r.date)) for name in names}
+    in_order = sorted(records, key=lambda record: (-_RANK[record.tier], record.date))
+    by_name = {name: [record for record in in_order if record.backend == name] for name in names}
     lines = [
         "# Support",
         "",
@@ -167,7 +152,7 @@ def render(records: Sequence[EvidenceRecord], command: str) -> str:
         "",
         "| tier | meaning |",
         "|---|---|",
-        *(f"| {WORDS[tier]} | {MEANINGS[tier]} |" for tier in sorted(Tier, reverse=True)),
+        *(f"| {word} | {meaning} |" for word, meaning in reversed(tuple(TIERS.values()))),
         "",
         "## What was seen",
         "",
@@ -179,7 +164,7 @@ def render(records: Sequence[EvidenceRecord], command: str) -> str:
             reached = ", ".join(f"{level} {text.partition(':')[0]}" for level, text in record.levels.items())
             counted = ", ".join(f"{what} {count}" for what, count in record.figures.items())
             versions = ", ".join(f"{what} {version}" for what, version in record.versions.items() if what != "device")
-            cells = (name, WORDS[record.tier], record.device, record.date, reached or counted, versions)
+            cells = (name, TIERS[record.tier][0], record.device, record.date, reached or counted, versions)
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## Capabilities", ""]
     lines += [
@@ -199,7 +184,7 @@ def render(records: Sequence[EvidenceRecord], command: str) -> str:
     for name in names:
         for record in by_name[name]:
             note = f" {record.note}" if record.note else ""
-            lines.append(f"- **{name}**, {WORDS[record.tier]}, {record.date}: `{record.command}`.{note}")
+            lines.append(f"- **{name}**, {TIERS[record.tier][0]}, {record.date}: `{record.command}`.{note}")
     return "\n".join(lines) + "\n"
 
 
@@ -238,7 +223,7 @@ def support(
         problems = [problem for problem in verify(report) if "suite" not in problem]
         if problems:
             raise ConfigError(f"{add} doesn't hold: {problems[0]}")
-        record = from_report(report, tier=Tier.STAND_IN if stand_in else None, note=note)
+        record = from_report(report, tier="stand-in" if stand_in else None, note=note)
         evidence.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record.as_dict(), indent=2, ensure_ascii=False) + "\n"
         write_whole(evidence / f"{name}.json", text)

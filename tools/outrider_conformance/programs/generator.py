@@ -9,38 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from types import MappingProxyType
 from typing import TypeVar
 
-from outrider.device import Backend
+from outrider.device import Capabilities
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory, Step
 from outrider_conformance.programs.model import ForbiddenStep, Model, Node, Unordered
 
 _INTEGER_DTYPES = ("int32", "int16", "uint8", "bool")
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """The abilities of a backend that decide which programs it can run."""
-
-    dtypes: tuple[str, ...]
-    flags: bool
-    forks: bool
-    params: bool
-
-    @classmethod
-    def declared_by(cls, backend: Backend) -> Abilities:
-        """Return the abilities that a backend declares."""
-        declared = backend.capabilities
-        return cls(
-            dtypes=(*sorted(str(dtype).removeprefix("torch.") for dtype in declared.dtypes), *_INTEGER_DTYPES),
-            flags=declared.flags,
-            forks=declared.forks_in_capture or not declared.captures_graphs,
-            params=declared.updates_graph_params or not declared.captures_graphs,
-        )
 
 
 COMMON: Mapping[str, int] = MappingProxyType(
@@ -75,21 +54,24 @@ _MAX_GRAPHS, _MAX_DELAYS = 3, 6
 _HOST_STEPS = ("host_read", "host_write", "query", "item", "send")
 
 
-def random_program(random: Random, abilities: Abilities, family: str) -> Model:
-    """Return a program of ``family`` for a backend with these abilities, applied to the model."""
-    return _ProgramDraft(random, abilities, family).program()
+def random_program(random: Random, declared: Capabilities, family: str) -> Model:
+    """Return a program of ``family`` for a backend that declares these capabilities, applied to the model."""
+    return _ProgramDraft(random, declared, family).program()
 
 
 class _ProgramDraft:
     """A random program under construction, and the model after its steps so far."""
 
-    def __init__(self, random: Random, abilities: Abilities, family: str) -> None:
+    def __init__(self, random: Random, declared: Capabilities, family: str) -> None:
         self._random = random
-        self.abilities = abilities
+        self._declared = declared
+        # Without graphs, a replay calls the callable, which may fork and reads the parameters as they are then.
+        self._forks = declared.forks_in_capture or not declared.captures_graphs
+        self._params = declared.updates_graph_params or not declared.captures_graphs
         weights = {**COMMON, **FAMILIES[family]}
-        if not abilities.flags:
+        if not declared.flags:
             weights.pop("signal", None)
-        if not abilities.params:
+        if not self._params:
             weights.pop("update", None)
         self.kinds = [name for name, weight in weights.items() for _ in range(weight)]
         self.inner = [name for name in self.kinds if name not in ("elsewhere", "scope", "together", "relay", "beside")]
@@ -127,7 +109,8 @@ class _ProgramDraft:
     def _head(self) -> DeviceProgram:
         streams = self.number(2, 4)
         small = self.number(1, 64) if self.family != "graphs" or self.chance(70) else 9001
-        other = self.pick(self.abilities.dtypes)
+        floats = sorted(str(dtype).removeprefix("torch.") for dtype in self._declared.dtypes)
+        other = self.pick((*floats, *_INTEGER_DTYPES))
         sizes = [1, 3, 17, 64, 257, 1023, 4099, 65_537]
         large = self.pick(sizes)
         if self.family in ("copies", "graphs") and self.chance(8):
@@ -146,7 +129,7 @@ class _ProgramDraft:
                 ProgramMemory(other, large),
             ),
             events=self.number(2, 4),
-            flags=1 if self.abilities.flags else 0,
+            flags=1 if self._declared.flags else 0,
             steps=(),
         )
 
@@ -462,10 +445,10 @@ class _ProgramDraft:
         if not free or len(whole) < 2 or len(self.streams) < 1:
             return None
         stream = self.pick(self.streams)
-        param = self.fresh() if self.abilities.params and self.chance(60) else None
+        param = self.fresh() if self._params and self.chance(60) else None
         body = self._kernels(stream, 1, 5, param is not None)
         others = [other for other in self.streams if other != stream]
-        forks = self.abilities.forks and others and self.chance(35)
+        forks = self._forks and others and self.chance(35)
         return lang.CaptureStep(
             graph=self.pick(free),
             stream=stream,

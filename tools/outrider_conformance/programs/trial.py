@@ -24,7 +24,7 @@ from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.execution import run
 from outrider_conformance.programs.explanation import broken_promise, report_text, script
-from outrider_conformance.programs.generator import Abilities, random_program
+from outrider_conformance.programs.generator import random_program
 from outrider_conformance.programs.language import DeviceProgram, Step
 from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, run_on_model
 
@@ -172,13 +172,13 @@ def try_programs(
     Raises :class:`ProgramFailed` for the first failing program, shrunk.
     """
     first = opened()
-    abilities, pace = Abilities.declared_by(first), _measured_delay(first)
+    declared, pace = first.capabilities, _measured_delay(first)
     lab = Lab(first, pace)
     for number in range(count):
         if number and number % _PROGRAMS_PER_BACKEND == 0:
             lab = Lab(opened(), pace)
         alive()
-        model = random_program(Random(f"{start} {family} {number}"), abilities, family)
+        model = random_program(Random(f"{start} {family} {number}"), declared, family)
         try:
             try_program(lab, model, number, brief=True)
         except Exception as error:

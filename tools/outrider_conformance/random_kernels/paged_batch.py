@@ -6,8 +6,9 @@ Further checks find out whether the backend's own attention answers the calls of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from outrider.device import (
     Stream,
     Weight,
 )
-from outrider_conformance.kernel_calls import counts_of, layers_of
+from outrider_conformance.kernel_calls import counts_of
 from outrider_conformance.lab import Lab
 from outrider_conformance.reporting.verdict import not_applicable
 
@@ -46,6 +47,7 @@ Operands = Mapping[str, Tensor]
 
 class PagedBatch:
     """Operands of sequences that may grow by ``room`` tokens. Keys and values after that, and in page 0, are NaN.
+    ``contexts`` are the cached tokens of each sequence in one call after the other.
 
     ``new`` and ``context`` are each sequence's new tokens and cached tokens before them, ``padding`` the rows after all
     sequences.
@@ -95,6 +97,7 @@ class PagedBatch:
             self.host["tree_mask"] = branches.repeat(len(new), 1)
         self.made = lab.upload(stream, self.host)
         self.plan: object | None = None
+        self.contexts: Sequence[Sequence[int]] = [context]
 
     @property
     def needs_host_lengths(self) -> bool:
@@ -171,10 +174,11 @@ class PagedBatch:
         self.stream.synchronize()
         self.check(out, context, how)
 
-    def check_graph(self, contexts: Sequence[Sequence[int]], *, plans: bool) -> None:
+    def check_graph(self, *, plans: bool) -> None:
         """Capture attention for the first of ``contexts``, and replay it for each: rebind host lengths, and renew the plan
         if ``plans``, before each replay.
         """
+        contexts = self.contexts
         backend, stream = self.lab.backend, self.stream
         follow = self.planned if plans else self.grown
         metadata = follow(contexts[0])
@@ -197,55 +201,34 @@ class PagedBatch:
             self.check(outputs["out"], context, f"in a graph, with {context} cached tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """The lengths of a batch of sequences, and the kind of its attention."""
-
-    new: tuple[int, ...]
-    """Number of new tokens of each sequence."""
-    pages: tuple[float, ...]
-    """Cached tokens of each sequence before the new ones, in pages: lengths lie around a page's end for any page size."""
-    tree: bool = False
-    window: int = 0
-    padding: int = 0
-
-    def context(self, backend: Backend) -> list[int]:
-        """Return the cached tokens of each sequence before the new ones."""
-        return [int(count * backend.capabilities.page_size) for count in self.pages]
-
-    def growing_contexts(self, backend: Backend) -> list[list[int]]:
-        """Return the cached tokens of each sequence in batches whose lengths grow and shrink."""
-        return [[tokens + more for tokens in self.context(backend)] for more in _GROWTHS]
-
-    def batch(self, lab: Lab, dtype: torch.dtype | None = None) -> PagedBatch:
-        """Return operands of this shape on a new stream, with room to grow, the preferred page size, and ``dtype`` or the
-        first preferred dtype.
-        """
-        (stream,) = lab.streams("s")
-        return PagedBatch(
-            lab,
-            stream,
-            self.new,
-            self.context(lab.backend),
-            dtype=dtype or preferred_dtypes(lab.backend)[0],
-            page_size=lab.backend.capabilities.page_size,
-            room=max(_GROWTHS) + 1,  # a second pass of a graph has one token more
-            tree=self.tree,
-            window=self.window,
-            padding=self.padding,
-        )
-
-
-SHAPES: Mapping[str, BatchShape] = MappingProxyType(
+SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]] = MappingProxyType(
     {
-        "decoding": BatchShape((1, 1, 1), (0.1, 1.0, 1.5)),
-        "a chain": BatchShape((4, 4, 4), (0.0, 0.99, 1.9)),
-        "a tree": BatchShape((5, 5), (0.5, 1.0), tree=True),
-        "a window": BatchShape((3, 3), (0.3, 1.2), window=9),
-        "a ragged prompt": BatchShape((7, 1, 20), (0.0, 0.25, 1.0)),
-        "padding": BatchShape((3, 2), (0.1, 1.0), padding=3),
+        "decoding": ((1, 1, 1), (0.1, 1.0, 1.5), {}),
+        "a chain": ((4, 4, 4), (0.0, 0.99, 1.9), {}),
+        "a tree": ((5, 5), (0.5, 1.0), {"tree": True}),
+        "a window": ((3, 3), (0.3, 1.2), {"window": 9}),
+        "a ragged prompt": ((7, 1, 20), (0.0, 0.25, 1.0), {}),
+        "padding": ((3, 2), (0.1, 1.0), {"padding": 3}),
     }
 )
+"""By name: the new tokens of each sequence, its cached tokens before them in pages (lengths lie around a page's end for any
+page size), and further arguments of :class:`PagedBatch`.
+"""
+
+
+def paged_batch(lab: Lab, shape: str, dtype: torch.dtype | None = None) -> PagedBatch:
+    """Return a batch of :data:`SHAPES` on a new stream, with the preferred page size, and ``dtype`` or the first preferred
+    dtype. Its contexts grow and shrink.
+    """
+    new, pages, options = SHAPES[shape]
+    size = lab.backend.capabilities.page_size
+    context = [int(count * size) for count in pages]
+    (stream,) = lab.streams("s")
+    room = max(_GROWTHS) + 1  # a second pass of a graph has one token more
+    dtype = dtype or preferred_dtypes(lab.backend)[0]
+    batch = PagedBatch(lab, stream, new, context, dtype=dtype, page_size=size, room=room, **options)
+    batch.contexts = [[tokens + more for tokens in context] for more in _GROWTHS]
+    return batch
 
 
 def preferred_dtypes(backend: Backend) -> tuple[torch.dtype, ...]:
@@ -254,17 +237,16 @@ def preferred_dtypes(backend: Backend) -> tuple[torch.dtype, ...]:
     return has.preferred_dtypes or tuple(sorted(has.dtypes, key=str))
 
 
-def check_renewed(lab: Lab, shape: BatchShape) -> None:
-    """Check attention with one plan for batches whose lengths grow and shrink."""
-    batch = shape.batch(lab)
-    for context in shape.growing_contexts(lab.backend):
+def check_renewed(batch: PagedBatch) -> None:
+    """Check attention with one plan for all contexts of the batch."""
+    for context in batch.contexts:
         batch.check_call(batch.planned(context), context, f"planned for {context} cached tokens")
 
 
 def check_unplanned(lab: Lab) -> None:
     """Call ``plan_attention`` without shapes on a new stream; attention must work with the returned metadata."""
-    shape, (plan,) = SHAPES["decoding"], lab.streams("plan")
-    batch, context = shape.batch(lab), shape.context(lab.backend)
+    batch, (plan,) = paged_batch(lab, "decoding"), lab.streams("plan")
+    context = batch.contexts[0]
     batch.grown(context)
     plan.wait(lab.record(batch.stream, "lengths"))
     with lab.backend.on(plan):
@@ -274,7 +256,7 @@ def check_unplanned(lab: Lab) -> None:
     batch.check_call(planned, context, "without a plan")
 
 
-def check_block(lab: Lab, shape: BatchShape, *, quantized: bool) -> None:
+def check_block(lab: Lab, shape: str, *, quantized: bool) -> None:
     """Fail if the attention block of a layer doesn't call the kernel set that has attention of its own. ``quantized``: the
     weights of the block are quantised.
     """
@@ -283,13 +265,14 @@ def check_block(lab: Lab, shape: BatchShape, *, quantized: bool) -> None:
     if quantized and not formats:
         not_applicable("no format of quantised weights is declared")
     calls = counts_of(kernels)
-    own = next((layer.name for layer in layers_of(kernels) if "paged_attention" in calls.overridden[layer.name]), None)
-    if own is None:
+    overriding = calls.overriding_layer("paged_attention")
+    if overriding is None:
         not_applicable("attention is the reference's")
-    batch = shape.batch(lab)
+    own, _ = overriding
+    batch = paged_batch(lab, shape)
     dtype = batch.dtype
     hidden, tokens = HEADS * HEAD_SIZE, batch.made["q"].shape[0]
-    metadata = batch.grown(shape.context(backend))
+    metadata = batch.grown(batch.contexts[0])
 
     def weight(rows: int) -> Weight:
         if quantized:
@@ -306,7 +289,7 @@ def check_block(lab: Lab, shape: BatchShape, *, quantized: bool) -> None:
     with backend.on(batch.stream):
         norm = torch.ones(hidden, dtype=dtype, device=backend.device)
         block = AttentionBlock(
-            norm=norm, eps=_EPS, qkv=weight(2 * hidden), output=weight(hidden), scale=SCALE, window=shape.window
+            norm=norm, eps=_EPS, qkv=weight(2 * hidden), output=weight(hidden), scale=SCALE, window=batch.window
         )
         ones = torch.ones(tokens, HEAD_SIZE, dtype=dtype, device=backend.device)
         slots = torch.arange(tokens, device=backend.device)
@@ -332,9 +315,6 @@ def _ones(format: str, rows: int, columns: int, device: torch.device) -> Quantiz
 def check_own_answers(backend: Backend) -> None:
     """Fail if the kernel set that overrides attention left calls to the overridden method."""
     calls = counts_of(backend.kernels_in_use)
-    for layer in layers_of(backend.kernels_in_use):
-        if "paged_attention" in calls.overridden[layer.name]:
-            left = calls.shapes("paged_attention", kernels=layer.name, own=False)
-            unused = "paged_attention" in layer.unused_overrides()
-            assert unused or not left, f"{layer.name!r} left its own attention to what it overrides, with {'; '.join(left)}"
-            return
+    name, unused = calls.overriding_layer("paged_attention") or ("", "no kernel set overrides it")
+    left = calls.shapes("paged_attention", kernels=name, own=False)
+    assert unused or not left, f"{name!r} left its own attention to what it overrides, with {'; '.join(left)}"

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from outrider.device import Backend, CollectiveError, ControllableDevice, Group, OutriderError, Stream
+from outrider.device import Backend, CollectiveError, Group, OutriderError, Stream
 from outrider_conformance.lab import Lab, StreamDelay, raise_failed_schedule, run_concurrently
 
 if TYPE_CHECKING:
@@ -87,8 +87,6 @@ class RankResult:
     """The value that the task returned."""
     error: str = ""
     """The error that the task raised, as text; empty if the task returned."""
-    collective: tuple[str, int, int, str] | None = None
-    """Group, rank, sequence number and kind of a :class:`CollectiveError`."""
     ended: bool = False
     """True if the rank's process has ended or must be killed."""
 
@@ -96,8 +94,8 @@ class RankResult:
 class TaskProcesses:
     """``size`` processes, of which process i opens device i of ``spec``. Leaving the scope kills them.
 
-    A task is ``"module:function"``, called as ``function(rank, **work)`` on every rank concurrently. Arguments and results
-    are plain data. The next task starts a new process for each one that has died.
+    A task is ``"module:function"``, called as ``function(rank, *args, **work)`` on every rank concurrently. Arguments and
+    results are plain data. The next task starts a new process for each one that has died.
     """
 
     def __init__(self, spec: str, size: int) -> None:
@@ -124,23 +122,35 @@ class TaskProcesses:
                 process[1].close()
                 self._ranks[rank] = None
 
-    def run_task(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Any]:
-        """Run a task and return each rank's value. Raises :class:`OutriderError` if a rank fails or exceeds ``limit_s``
-        seconds.
+    def run_task(
+        self,
+        task: str,
+        work: Mapping[str, Any] | None = None,
+        *,
+        args: Sequence[Any] = (),
+        timeout_s: float = TIMEOUT_S,
+        limit_s: float,
+        leaving: int | None = None,
+    ) -> list[Any]:
+        """Run a task and return each rank's value. ``timeout_s`` is the time limit of its groups.
+
+        Raises :class:`OutriderError` if a rank other than ``leaving``, which may end its process, fails or exceeds
+        ``limit_s`` seconds. The message names all failed ranks: one rank's timeout may follow from another rank's error.
         """
-        answers = self.task_results(task, work, limit_s=limit_s)
-        wrong = [(rank, answer) for rank, answer in enumerate(answers) if answer.error]
-        if wrong:  # the message names all failed ranks: one rank's timeout may follow from another rank's error
+        answers = self._results((task, args, dict(work or {}), timeout_s), limit_s)
+        failed = [(rank, answer.error) for rank, answer in enumerate(answers) if answer.error and rank != leaving]
+        wrong = [f"rank {rank} of {self.size}: {error}" for rank, error in failed]
+        if wrong:
             self.kill()
-            raise OutriderError("; ".join(f"rank {rank} of {self.size}: {answer.error}" for rank, answer in wrong))
+            raise OutriderError("; ".join(wrong))
         return [answer.value for answer in answers]
 
-    def task_results(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[RankResult]:
-        """Run a task that may fail on some ranks, and return each rank's result. A rank beyond ``limit_s`` is killed."""
+    def _results(self, task: tuple[str, Sequence[Any], dict[str, Any], float], limit_s: float) -> list[RankResult]:
+        """Run a task and return each rank's result. A rank beyond ``limit_s`` is killed."""
         started = [self._started(rank) for rank in range(self.size)]
         self._tasks += 1
         for _, pipe in started:
-            pipe.send((task, dict(work or {}), self._tasks))
+            pipe.send((self._tasks, *task))
         deadline = time.monotonic() + limit_s
         answers: list[RankResult] = []
         for rank, (process, pipe) in enumerate(started):
@@ -198,23 +208,31 @@ def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None
         return
     while True:
         try:
-            task, work, number = pipe.recv()
+            number, task, args, work, timeout_s = pipe.recv()
         except EOFError:
             return
-        module, _, function = task.partition(":")
+        own = PrefixStore(f"task/{number}", store)
+        handle = RankHandle(index=rank, size=size, backend=backend, store=own, timeout_s=timeout_s)
         try:
-            handle = RankHandle(index=rank, size=size, backend=backend, store=PrefixStore(f"task/{number}", store))
-            answer = RankResult(value=getattr(importlib.import_module(module), function)(handle, **work))
+            answer = RankResult(value=call_task(task, handle, *args, **work))
         except CollectiveError as error:
-            answer = RankResult(error=str(error), collective=(error.group, error.rank, error.sequence, error.kind))
+            answer = RankResult(error=str(error))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             answer = RankResult(error=f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
         pipe.send(answer)
 
 
+def call_task(task: str, rank: RankHandle, *args: Any, **work: Any) -> Any:
+    """Run one rank's part of a task, wait for its device unless a call there never ends, and return the result."""
+    module, _, function = task.partition(":")
+    result = getattr(importlib.import_module(module), function)(rank, *args, **work)
+    if not rank.lost_calls:
+        rank.backend.synchronize()
+    return result
+
+
 SCHEDULES = 8
-_SERVE = f"{__name__}:serve"
 
 Program = Callable[..., Any]
 
@@ -227,28 +245,56 @@ class RankRunner:
         self._processes: TaskProcesses | None = None
 
     def run_program(
-        self, program: Program, *args: Any, size: int = 2, timeout_s: float = TIMEOUT_S, schedules: int = SCHEDULES
+        self,
+        program: Program,
+        *args: Any,
+        size: int = 2,
+        timeout_s: float = TIMEOUT_S,
+        schedules: int = SCHEDULES,
+        leaving: int | None = None,
     ) -> list[Any]:
-        """Run ``program(rank, *args)`` on every rank, and return each rank's result. ``args`` are plain data.
+        """Run ``program(rank, *args)`` on every rank, and return each rank's result. ``args`` are plain data. The rank
+        ``leaving`` ends its own process.
 
         Raises the error of a rank. A failed check takes precedence over a :class:`CollectiveError`, which may only follow
         from it.
         """
-        first = self._kit.open()
-        if first.control is not None:
-            return self._simulated(first, first.control, program, args, size, timeout_s, schedules)
-        if not first.capabilities.asynchronous:
-            return self._threads(first, program, args, size, timeout_s)
-        work = {"program": f"{program.__module__}:{program.__qualname__}", "args": args, "timeout_s": timeout_s}
-        return self._in_processes(size).run_task(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
+        if leaving is not None or self.in_processes():
+            task, limit_s = f"{program.__module__}:{program.__qualname__}", _MAX_TASK_S + timeout_s
+            return self._in_processes(size).run_task(task, args=args, timeout_s=timeout_s, limit_s=limit_s, leaving=leaving)
+        kit = self._kit
+        first = kit.open()  # opened last: it begins a new simulated host
+        control = first.control
+        # The options of a simulated host's first device apply to all of its devices.
+        further = [replace(kit.spec, ordinal=rank, options={}) for rank in range(1, size)]
+        devices = [first, *(kit.open() if control is None else kit.registry.create(spec) for spec in further)]
+        results: list[Any] = [None] * size
 
-    def run_leaving(self, program: Program, *args: Any, leaving: int, timeout_s: float) -> None:
-        """Run a program on two rank processes, of which rank ``leaving`` ends its own process."""
-        work = {"program": f"{program.__module__}:{program.__qualname__}", "args": args, "timeout_s": timeout_s}
-        answers = self._in_processes(2).task_results(_SERVE, work, limit_s=_MAX_TASK_S + timeout_s)
-        for rank, answer in enumerate(answers):
-            if rank != leaving and answer.error:
-                raise OutriderError(f"rank {rank} of 2: {answer.error}")
+        def bodies(store: Any) -> list[Callable[[], None]]:
+            def one(index: int) -> None:
+                rank = RankHandle(
+                    index=index, size=size, backend=devices[index], store=store, timeout_s=timeout_s, pace=self._kit.pace
+                )
+                results[index] = program(rank, *args)
+                devices[index].synchronize()
+
+            return [partial(one, index) for index in range(size)]
+
+        if control is not None:
+
+            def whole(_: Backend) -> None:
+                control.run_threads(*bodies(control.create_store()))
+
+            failure = control.explore(whole, strategy="mixed", iterations=schedules, seed=0).failure
+            if failure is not None:
+                raise_failed_schedule(failure)
+            return results
+        from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+        errors = run_concurrently(*bodies(HashStore()))
+        if errors:
+            raise next((error for error in errors if not isinstance(error, CollectiveError)), errors[0])
+        return results
 
     def in_processes(self) -> bool:
         """Return whether the ranks of this backend are processes."""
@@ -268,65 +314,5 @@ class RankRunner:
             self._processes = TaskProcesses(str(self._kit.spec), size)
         return self._processes
 
-    def _device(self, rank: int) -> Backend:
-        """Open a further device of a simulated host. The options of the first device apply to all devices."""
-        return self._kit.registry.create(replace(self._kit.spec, ordinal=rank, options={}))
 
-    def _simulated(
-        self,
-        first: Backend,
-        control: ControllableDevice,
-        program: Program,
-        args: Sequence[Any],
-        size: int,
-        timeout_s: float,
-        schedules: int,
-    ) -> list[Any]:
-        devices = [first, *(self._device(rank) for rank in range(1, size))]
-        results: list[Any] = [None] * size
-
-        def whole(_: Backend) -> None:
-            store = control.create_store()
-
-            def one(index: int) -> None:
-                rank = RankHandle(
-                    index=index, size=size, backend=devices[index], store=store, timeout_s=timeout_s, pace=self._kit.pace
-                )
-                results[index] = program(rank, *args)
-                devices[index].synchronize()
-
-            control.run_threads(*(partial(one, index) for index in range(size)))
-
-        failure = control.explore(whole, strategy="mixed", iterations=schedules, seed=0).failure
-        if failure is not None:
-            raise_failed_schedule(failure)
-        return results
-
-    def _threads(self, first: Backend, program: Program, args: Sequence[Any], size: int, timeout_s: float) -> list[Any]:
-        from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs don't list it
-
-        store = HashStore()
-        results: list[Any] = [None] * size
-
-        def one(index: int) -> None:
-            backend = first if index == 0 else self._kit.open()
-            rank = RankHandle(index=index, size=size, backend=backend, store=store, timeout_s=timeout_s, pace=self._kit.pace)
-            results[index] = program(rank, *args)
-
-        errors = run_concurrently(*(partial(one, index) for index in range(size)))
-        if errors:
-            raise next((error for error in errors if not isinstance(error, CollectiveError)), errors[0])
-        return results
-
-
-def serve(rank: RankHandle, *, program: str, args: Sequence[Any], timeout_s: float) -> Any:
-    """Run one rank's part of a program in its process, and return its result."""
-    module, _, function = program.partition(":")
-    rank = replace(rank, timeout_s=timeout_s)
-    result = getattr(importlib.import_module(module), function)(rank, *args)
-    if not rank.lost_calls:
-        rank.backend.synchronize()
-    return result
-
-
-__all__ = ["Program", "RankHandle", "RankRunner", "serve"]
+__all__ = ["Program", "RankHandle", "RankRunner", "call_task"]

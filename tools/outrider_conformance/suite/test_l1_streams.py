@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.device import Backend, CapabilityError, Event, Stream
 from outrider_conformance.exceptions import builtin_exceptions, error_of
 from outrider_conformance.kit import Kit
-from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
+from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order
 from outrider_conformance.promises import blamed_on, needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 from outrider_conformance.suite.test_l1_errors import WAITS, query_until_done
@@ -159,7 +159,7 @@ def test_many_streams_are_all_their_own(lab: Lab, which: int) -> None:
             event.synchronize()
         return not busy.query()
 
-    lab.check_in_some_order(observing(is_alone), "one of many streams always waited for another one: it's handed out twice")
+    lab.check_in_some_order(is_alone, "one of many streams always waited for another one: it's handed out twice")
 
 
 @needs("asynchronous", "concurrent_streams")
@@ -251,7 +251,7 @@ def test_a_waiting_thread_holds_no_other_up(lab: Lab, wait: str) -> None:
         return pending
 
     words = f"a thread that enqueues always waited for another one in {wait}: release the GIL there, and hold no lock"
-    lab.check_in_some_order(observing(is_pending), words)
+    lab.check_in_some_order(is_pending, words)
 
 
 @promise("Backend", "Two backend objects for one device share nothing")
@@ -370,9 +370,7 @@ def test_any_thread_may_query(lab: Lab) -> None:
         lab.fill_late(stream, x, 1)
         return not query_on_new_thread()
 
-    lab.check_in_some_order(
-        observing(is_pending), "a stream with pending work is always empty for a thread that enqueued none of it"
-    )
+    lab.check_in_some_order(is_pending, "a stream with pending work is always empty for a thread that enqueued none of it")
     stream.synchronize()
     assert query_on_new_thread(), "a stream that is synchronised isn't empty for another thread"
 

@@ -35,6 +35,7 @@ from outrider_conformance.random_kernels.paged_batch import (
     check_own_answers,
     check_renewed,
     check_unplanned,
+    paged_batch,
     preferred_dtypes,
 )
 from outrider_conformance.random_kernels.problem import (
@@ -259,11 +260,10 @@ def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> Non
     """Attention equals the reference for lengths on both sides of a page's end, with NaN after each sequence, in each
     preferred dtype, and no call is left to the reference.
     """
-    context = SHAPES[shape].context(lab.backend)
     for dtype in preferred_dtypes(lab.backend):
-        batch = SHAPES[shape].batch(lab, dtype)
+        batch = paged_batch(lab, shape, dtype)
         lab.slow(batch.stream)
-        batch.check_call(batch.grown(context), context, "called")
+        batch.check_call(batch.grown(batch.contexts[0]), batch.contexts[0], "called")
     check_own_answers(lab.backend)
 
 
@@ -272,7 +272,7 @@ def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> Non
 def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
     """One captured call of attention is replayed for lengths that have grown since its capture."""
     with refusals_left_out(lab.backend.capabilities):
-        SHAPES[shape].batch(lab).check_graph(SHAPES[shape].growing_contexts(lab.backend), plans=False)
+        paged_batch(lab, shape).check_graph(plans=False)
     check_own_answers(lab.backend)
 
 
@@ -286,7 +286,7 @@ def test_layers_use_it(lab: Lab, shape: str, quantized: bool) -> None:
     """The attention block of a layer uses the backend's own attention, with quantised weights, too. Other tests check the
     results.
     """
-    check_block(lab, SHAPES[shape], quantized=quantized)
+    check_block(lab, shape, quantized=quantized)
 
 
 _FEW, _MANY = 2, 66
@@ -298,7 +298,7 @@ _SLACK_BYTES = 1 << 16
 @pytest.mark.parametrize("shape", ["decoding", "a chain", "a window", "a ragged prompt"])
 def test_a_plan_follows_its_batch(lab: Lab, shape: str) -> None:
     """One plan is renewed for a batch with other lengths, and attention with the renewed plan equals the reference."""
-    check_renewed(lab, SHAPES[shape])
+    check_renewed(paged_batch(lab, shape))
 
 
 @promise(
@@ -308,7 +308,7 @@ def test_a_plan_follows_its_batch(lab: Lab, shape: str) -> None:
 def test_a_graph_follows_the_plan_that_it_was_captured_with(lab: Lab) -> None:
     """A captured attention call computes batches whose plans replaced the captured plan in place."""
     with refusals_left_out(lab.backend.capabilities):
-        SHAPES["a chain"].batch(lab).check_graph(SHAPES["a chain"].growing_contexts(lab.backend), plans=True)
+        paged_batch(lab, "a chain").check_graph(plans=True)
 
 
 @promise("KernelSet.plan_attention", "without shapes, nothing is planned.")
@@ -322,8 +322,7 @@ def test_lengths_that_change_between_passes_of_a_graph_are_read_anew(lab: Lab) -
     """Two captured attention calls, as of two draft passes, each read the lengths that the graph wrote before it."""
     if lab.backend.kernels_in_use.plans_on_host:
         not_applicable("these kernels plan on the host, and passes of a draft aren't planned")
-    backend, shape = lab.backend, SHAPES["decoding"]
-    batch = shape.batch(lab)
+    backend, batch = lab.backend, paged_batch(lab, "decoding")
     metadata = batch.metadata(batch.made)
     with backend.on(batch.stream):
         outputs = {name: torch.zeros_like(batch.made["q"]) for name in ("first", "second")}
@@ -337,7 +336,7 @@ def test_lengths_that_change_between_passes_of_a_graph_are_read_anew(lab: Lab) -
 
     with refusals_left_out(backend.capabilities):
         graph = backend.capture("draft passes", fn, stream=batch.stream, inputs=inputs, outputs=outputs)
-    for context in shape.growing_contexts(backend):
+    for context in batch.contexts:
         with backend.on(batch.stream):
             inputs["lengths"].copy_(torch.tensor(batch.lengths(context), dtype=torch.int32))
         graph.replay(batch.stream)
