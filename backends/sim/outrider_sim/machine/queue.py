@@ -6,6 +6,7 @@ so it is independent of the order in which streams ran. These classes hold state
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import sysconfig
@@ -187,6 +188,16 @@ FREE = Action("free")
 ENQUEUE = Action("enqueue")
 
 
+def acquired_lock() -> Any:
+    """Return a lock that is held until another thread releases it.
+
+    It is the interpreter's own lock type, so tools that watch the program's locks don't report the scheduler's turns.
+    """
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class HostThread:
     """A host thread as an actor of the schedule: it takes a step at each point where it uses a device."""
@@ -204,7 +215,8 @@ class HostThread:
     """Condition that the thread waits for; None: it can continue."""
     waits_for: str = ""
     action: Action = FREE
-    baton: Any = None
+    baton: Any = field(default_factory=acquired_lock)
+    """The lock that the thread waits for while it is parked."""
     os: Any = None
     """The operating system's thread."""
     finished: bool = False
@@ -217,6 +229,11 @@ class HostThread:
 
     def __post_init__(self) -> None:
         self.label = f"host{self.id}"
+
+    def pass_baton(self) -> None:
+        """Let the parked thread run. Repeated calls have no further effect."""
+        if self.baton.locked():
+            self.baton.release()
 
     def __str__(self) -> str:
         return f"host thread {self.id}" + (f" ({self.name})" if self.name else "")

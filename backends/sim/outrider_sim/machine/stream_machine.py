@@ -108,7 +108,7 @@ class StreamMachine:
         """
         scheduler = self.scheduler
         if len(scheduler.threads) > 1:
-            scheduler.hosts.abort()
+            scheduler.abort_threads()
         scheduler.diverged = None
         for machine in scheduler.machines:
             try:

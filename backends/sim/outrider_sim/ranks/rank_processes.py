@@ -136,9 +136,7 @@ def run_ranks(scheduler: HostScheduler, bodies: Sequence[Callable[[], None]], vi
     with _torch_distributed(store, len(bodies)):
         scheduler.ambient.extend((AttributeView(c10d, "_world"), *views))
         try:
-            scheduler.hosts.run_threads(
-                *(partial(_rank, machines[rank].sim.backend(), body) for rank, body in enumerate(bodies))
-            )
+            scheduler.run_threads(*(partial(_rank, machines[rank].sim.backend(), body) for rank, body in enumerate(bodies)))
         finally:
             del scheduler.ambient[-1 - len(views) :]
 
