@@ -16,9 +16,10 @@ from outrider.model.config.model_config import ModelConfig, RecurrentConfig
 from outrider.model.config.rope import RopeConfig
 from outrider.model.config.shapes import shape_config
 from outrider_bench.acceptance import acceptance_rates
+from outrider_bench.answers import quantiles
 from outrider_bench.child import ChildFailed, open_session
 from outrider_bench.commands import peers
-from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
+from outrider_bench.mixed_load import MixedLoad, token_ids
 from outrider_bench.peers.work import PeerWork
 from outrider_bench.plot import series_svg
 from outrider_bench.random_checkpoint import checkpoint_config, write_configs
@@ -442,16 +443,6 @@ def test_quantiles():
 def test_prompts_are_tokens_however_small_the_vocabulary():
     for vocabulary in (1, 2, 5, 6, 400):
         assert {0 <= token < vocabulary for token in token_ids(7, 50, vocabulary)} == {True}
-
-
-def test_gaps_are_between_what_one_request_gets():
-    arrivals = Arrivals()
-    arrivals.times = {"a": [1.0, 3.0], "b": [2.0, 2.5, 6.0]}
-    arrivals.tokens = 12
-    found = arrivals.summary()
-    assert (found["seconds"], found["tokens_per_s"]) == (6.0, 2.0)
-    assert found["first_token_ms"]["max"] == 2000
-    assert found["between_tokens_ms"]["max"] == 3500
 
 
 @pytest.mark.parametrize(("length", "drafted"), [(1.0, 1), (2.98, 3), (4.0, 3)])

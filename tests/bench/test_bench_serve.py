@@ -10,7 +10,8 @@ import pytest
 from outrider import Engine
 from outrider.serve.connection.engine_client import EngineGone
 from outrider_bench import servers
-from outrider_bench.http_load import HttpLoad, ServerFailed, StreamedAnswer, run_load, summarize
+from outrider_bench.answers import StreamedAnswer, summarize
+from outrider_bench.http_load import HttpLoad, ServerFailed, run_load
 from outrider_bench.random_checkpoint import make_tokenizer
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
@@ -123,7 +124,7 @@ def test_what_was_measured_before_a_failure_is_shown(outrider, monkeypatch):
         if load.clients == 4:
             raise ServerFailed("too many")
         assert load.url == "http://host:1/base"
-        return [StreamedAnswer(began=1.0, times=(2.0, 3.0), tokens=(1, 6))]
+        return [StreamedAnswer(began=1.0, times=[2.0, 3.0], tokens=[1, 6])]
 
     monkeypatch.setattr("outrider_bench.commands.serve.run_clients", measured)
     given = ("--url", "http://host:1/base/v1/", "--model", "m", "--concurrency", "2,4,8", "--json")
@@ -137,8 +138,8 @@ def test_what_was_measured_before_a_failure_is_shown(outrider, monkeypatch):
 
 def test_figures_of_a_load():
     answers = [
-        StreamedAnswer(began=10.0, times=(10.5, 11.0, 11.2), tokens=(1, 3, 2)),
-        StreamedAnswer(began=10.0, times=(11.0, 12.0), tokens=(1, 4)),
+        StreamedAnswer(began=10.0, times=[10.5, 11.0, 11.2], tokens=[1, 3, 2]),
+        StreamedAnswer(began=10.0, times=[11.0, 12.0], tokens=[1, 4]),
     ]
     found = summarize(answers)
     assert (found["requests"], found["tokens"], found["seconds"]) == (2, 11, 2.0)

@@ -20,8 +20,9 @@ from urllib.request import urlopen
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import child_session
+from outrider_bench.answers import StreamedAnswer, summarize
 from outrider_bench.child import ChildFailed
-from outrider_bench.http_load import HttpLoad, StreamedAnswer, summarize
+from outrider_bench.http_load import HttpLoad
 from outrider_bench.random_checkpoint import write_configs, write_tokenizer
 from outrider_bench.random_model import RandomModel
 
@@ -84,26 +85,23 @@ def run_on_engine(engine: Engine, load: HttpLoad) -> list[StreamedAnswer]:
 
     params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
     answers: list[StreamedAnswer] = []
-    pending: dict[int, tuple[int, int, float, list[float], list[int]]] = {}
+    pending: dict[int, tuple[int, int, StreamedAnswer]] = {}
 
     def send(client: int, round_: int) -> None:
-        began = time.time()
+        answer = StreamedAnswer()
         prompt = load.prompt(client, round_, min(400, engine.model.config.vocab_size))
-        pending[engine.add_request(prompt, params)] = (client, round_, began, [], [])
+        pending[engine.add_request(prompt, params)] = (client, round_, answer)
 
     for client in range(load.clients):
         send(client, 0)
     while pending:
-        outputs = engine.step()
-        now = time.time()
-        for output in outputs:
-            client, round_, began, times, counts = pending[output.request_id]
+        for output in engine.step():
+            client, round_, answer = pending[output.request_id]
             if output.tokens:
-                times.append(now)
-                counts.append(len(output.tokens))
+                answer.add_output(len(output.tokens))
             if output.finish_reason is not None:
                 del pending[output.request_id]
-                answers.append(StreamedAnswer(began=began, times=tuple(times), tokens=tuple(counts)))
+                answers.append(answer)
                 if round_ + 1 < load.rounds:
                     send(client, round_ + 1)
     return answers

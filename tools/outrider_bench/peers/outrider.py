@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from outrider_bench.mixed_load import Arrived, serve_on_engine
+from outrider_bench.answers import StreamedAnswer
+from outrider_bench.mixed_load import serve_on_engine
 from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
 from outrider_bench.peers.work import PeerWork
 
@@ -43,9 +44,9 @@ class OutriderPeer(Peer):
         passed = stats.verified_tokens - stats.request_iterations
         return DraftCounts(stats.request_iterations, stats.drafted_tokens, passed) if self._drafts else None
 
-    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Run the engine step by step for all prompts, and call ``arrived(request, number of tokens)`` for each output."""
-        serve_on_engine(self._engine, prompts, counts, arrived)
+    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[StreamedAnswer]:
+        """Run the engine step by step for all prompts, and return the answers."""
+        return serve_on_engine(self._engine, prompts, counts)
 
     def limit_ms(self, batch: int, context: float) -> float | None:
         """Return the limit of an iteration by its bytes and operations, in milliseconds; None if the bytes are unknown."""
