@@ -292,7 +292,3 @@ def test_a_training_loop_ends_as_on_the_host(sim, name):
     for one, other in zip(here.parameters(), there.parameters(), strict=True):
         assert other.device.type == "sim"
         torch.testing.assert_close(other.detach().cpu(), one.detach(), **tolerance)
-
-
-def test_there_are_twenty():
-    assert len(LOOPS) == 20
