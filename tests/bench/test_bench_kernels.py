@@ -149,30 +149,6 @@ def test_synthetic_acceptance_says_so_to_people(outrider):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--accept-length", "3"], "--accept-length is synthetic and goes with --shape alone"),
-        (["--shape", "gpt-9"], "--shape is 'gpt-9'"),
-        (["--shape", "tiny", "--accept-length", "9"], "--accept-length is 9"),
-        (["--shape", "tiny", "--accept-length", "2", "--speculate", "none"], "needs drafts to accept"),
-        (["--shape", "tiny", "--speculate", "ngram"], "--speculate ngram has no random weights"),
-        (["--shape", "tiny", "--speculate", "dflash"], "--draft-layers is 5; each layer of a block drafter reads one of"),
-        (
-            ["--shape", "tiny", "--draft-weights", "fp8", "--speculate", "none"],
-            "--draft-weights says what a draft's weights are",
-        ),
-        (["--shape", "tiny", "--draft-layers", "1"], "it goes with --shape and --speculate dflash"),
-        (["--shape", "tiny", "--model", "."], "--model doesn't go with --shape"),
-        (["--shape", "tiny", "--draft-topk", "2"], "drafts chains alone"),
-    ],
-)
-def test_bad_input(outrider, arguments, message):
-    result = outrider("bench", "decode", "--backend", "cpu", *arguments)
-    assert (result.code in (1, 2), result.out) == (True, "")
-    assert message in result.err
-
-
-@pytest.mark.parametrize(
     ("length", "whole", "drafted", "expected"),
     [
         (1.0, 3, 3, 1.0),

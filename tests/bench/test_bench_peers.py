@@ -280,38 +280,6 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
     assert result["acceptance"] == "synthetic, mean 2.5"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--engines", "outrider,outrider"), "--engines is 'outrider,outrider'"),
-        (("--speculate", "ngram"), "--speculate is 'ngram'"),
-        (("--phases", "decode,rest"), "--phases is 'decode,rest'"),
-        (("--prompts", "9-2"), "--prompts is '9-2'"),
-        (("--speculate", "mtp"), "--speculate mtp is for a shape with the head in its checkpoint, as qwen3.5-27b"),
-        (("--prefill-batches", "16"), "--prefill-batches is '16'; expected numbers of prompts and of their tokens"),
-        (("--vllm-arguments", "[1]"), "--vllm-arguments is '[1]'; expected a JSON object"),
-        (("--vllm-python", "/nowhere/python"), "--vllm-python is '/nowhere/python'; there is no such file"),
-        (("--accept-length", "5"), "--accept-length is 5; with 3 drafted tokens it is 1 to 4"),
-        (("--plot", "x.png"), "expected a file that ends in .svg"),
-        (("--plot", "x.svg", "--phases", "mixed"), "add decode, context, prefill"),
-        (("--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg'; nothing can be written in '/nowhere'"),
-        (("--batch", "8", "--max-requests", "2"), "--max-requests is 2, and --batch 8 requests decode together"),
-        (("--phases", "decode,context", "--contexts", "99999999"), "a request of --contexts and --new-tokens has 100000"),
-        (
-            ("--phases", "mixed", "--max-context", "9"),
-            "a request of --prompts and --outputs has 1436 tokens, and 9 are there",
-        ),
-        (("--keep", "/proc/x"), "--keep is '/proc/x', and no files can be written there"),
-        (("--so-far", "/nowhere/x.json"), "--so-far is '/nowhere/x.json'; nothing can be written in '/nowhere'"),
-        (("--memory", "-3"), "--memory is -3.0; expected a number above 0, at most 1"),
-    ],
-)
-def test_bad_input(outrider, arguments, message):
-    result = outrider("bench", "peers", "--backend", "cpu", *arguments)
-    assert result.code in (1, 2)
-    assert message in result.err
-
-
 def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
     (tmp_path / "dying.py").write_text("import sys; sys.exit('no such device')")
     (tmp_path / "silent.py").write_text("import time; time.sleep(60)")

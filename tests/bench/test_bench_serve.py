@@ -101,24 +101,6 @@ def test_no_prompt_is_known_from_another_request_or_an_earlier_run():
     assert loads[0].prompt(3, 1) == replace(loads[0], first=3).prompt(0, 1)  # whichever process asks
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("--url", "localhost:8000", "--model", "m"), "--url is 'localhost:8000'; expected where a server"),
-        (("--url", "https://a", "--model", "m"), "without TLS"),
-        (("--url", "http://a:port", "--model", "m"), "--url is 'http://a:port'"),
-        (("--url", "", "--model", "m"), "--url is empty"),
-        (("--url", "http://a", "--model", "m", "--tokenizer", "."), "--generator vllm and --tokenizer DIR go together"),
-        (("--model", "m"), "--model is what a server at --url calls its model"),
-        (("--logs", "/proc/x"), "--logs is '/proc/x', and no files can be written there"),
-    ],
-)
-def test_bad_input(outrider, given, said):
-    result = outrider("bench", "serve", *given)
-    assert result.code in (1, 2)
-    assert said in result.err
-
-
 def test_what_was_measured_before_a_failure_is_shown(outrider, monkeypatch):
     def measured(load):
         if load.clients == 4:

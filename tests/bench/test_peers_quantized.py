@@ -105,21 +105,3 @@ def test_this_engine_drafts_with_weights_in_few_bits():
 
 def products(layer):
     return layer.qkv, layer.output, layer.gate_up, layer.down
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--quantize", "fp8"), "--quantize is for outrider and vllm, not for transformers"),
-        (("--quantize", "fp3", "--engines", "outrider"), "--quantize is 'fp3'"),
-        (("--draft-weights", "fp8", "--engines", "vllm"), "--draft-weights is for drafts of outrider"),
-        (("--draft-weights", "fp8", "--speculate", "none"), "--draft-weights is for drafts of outrider"),
-        (("--draft-vocabulary", "9", "--speculate", "none"), "--draft-vocabulary is for drafts of outrider"),
-        (("--lm-head",), "--lm-head says what --quantize takes too"),
-        (("--shape", "llama-3.2-1b", "--quantize", "fp8", "--lm-head", "--engines", "vllm"), "is its embedding"),
-    ],
-)
-def test_bad_input(outrider, arguments, message):
-    result = outrider("bench", "peers", "--backend", "cpu", *arguments)
-    assert (result.code in (1, 2), result.out) == (True, "")
-    assert message in result.err
