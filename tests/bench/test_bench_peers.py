@@ -23,6 +23,7 @@ from outrider_bench.mixed_load import MixedLoad, token_ids
 from outrider_bench.peers.work import PeerWork
 from outrider_bench.plot import series_svg
 from outrider_bench.random_checkpoint import checkpoint_config, write_configs
+from outrider_bench.random_model import RandomModel
 from processes import gone
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
@@ -352,13 +353,11 @@ def test_a_session_leaves_no_directory_behind_however_it_ends(ends, tmp_path, mo
 
 
 WORKED = PeerWork(
-    shape="tiny",
+    model=RandomModel(shape="tiny", speculate="eagle", draft_tokens=3, accept_length=2.5),
     dtype="float32",
     batches=(1, 4),
     prompt_tokens=8,
     new_tokens=16,
-    draft_tokens=3,
-    accept_length=2.5,
     rates=acceptance_rates(2.5, 3),
     device="cpu",
     phases=("decode", "prefill", "mixed"),

@@ -227,6 +227,20 @@ class RandomWeightOptions:
         if self.accept_length is not None and self.shape is None:
             raise UsageError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
 
+    def random_model(self, shape: str, speculate: str, *, draft_layers: int = DRAFT_LAYERS) -> RandomModel:
+        """Return the random weights that these options describe, with the proposer ``speculate``."""
+        return RandomModel(
+            shape=shape,
+            speculate=speculate,
+            draft_tokens=self.draft_tokens,
+            accept_length=self.accept_length,
+            quantize=self.quantize,
+            quantize_head=self.lm_head,
+            draft_weights=self.draft_weights,
+            draft_vocabulary=self.draft_vocabulary,
+            draft_layers=draft_layers,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
@@ -347,17 +361,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model.config.shapes import shape_config
 
-        random = RandomModel(
-            shape=shape,
-            speculate=self.speculate or "eagle",
-            draft_tokens=self.draft_tokens,
-            accept_length=self.accept_length,
-            quantize=self.quantize,
-            quantize_head=self.lm_head,
-            draft_weights=self.draft_weights,
-            draft_vocabulary=self.draft_vocabulary,
-            draft_layers=self.draft_layers or DRAFT_LAYERS,
-        )
+        random = self.random_model(shape, self.speculate or "eagle", draft_layers=self.draft_layers or DRAFT_LAYERS)
         engine = random.load_engine(
             self.backend,
             settings=self.settings(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -62,19 +63,10 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
     ``options``: ``mode`` and ``prefill_chunk`` (None: the engine chooses), and ``tune_seconds``, the limit of tuning.
     """
     from outrider.cli.options.models import given_settings
-    from outrider_bench.random_model import RandomModel
 
     drafts = speculate != "none"
-    model = RandomModel(
-        shape=work.shape,
-        speculate=speculate,
-        draft_tokens=work.draft_tokens,
-        accept_length=work.accept_length if drafts else None,
-        quantize=work.quantize,
-        quantize_head=work.quantize_head,
-        draft_weights=work.draft_weights if drafts else None,
-        draft_vocabulary=work.draft_vocabulary if drafts else None,
-    )
+    drafting: dict[str, Any] = {} if drafts else dict.fromkeys(("accept_length", "draft_weights", "draft_vocabulary"))
+    model = replace(work.model, speculate=speculate, **drafting)
     found: list[PreparedKernels] = []
     engine = model.load_engine(
         backend,

@@ -98,12 +98,12 @@ def open_peer(work: PeerWork, speculate: str, directory: Path, asked: Mapping[st
         options["speculative_config"] = {
             "method": speculate,
             "model": str(target if speculate == "mtp" else draft),
-            "num_speculative_tokens": work.draft_tokens,
+            "num_speculative_tokens": work.model.draft_tokens,
             "rejection_sample_method": "synthetic",
             **_acceptance(work),
         }
     engine = vllm.LLM(**options | dict(asked or {}))
-    return VllmPeer(vllm, engine, drafts=drafts, quantized=work.quantized, asked=asked)
+    return VllmPeer(vllm, engine, drafts=drafts, quantized=work.model.quantized, asked=asked)
 
 
 def _acceptance(work: PeerWork) -> dict[str, object]:
