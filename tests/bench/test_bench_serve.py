@@ -149,8 +149,9 @@ def test_every_token_has_a_text():
 
 def test_a_server_whose_engine_cant_be_made_says_why_alone(monkeypatch, tmp_path):
     """What it says last is shown, and a traceback is no answer."""
-    setup = {"shape": "tiny", "speculate": "none", "draft_tokens": 1, "accept_length": None, "dtype": "sim", "backend": None}
-    given = {"setup": setup | {"max_requests": 1, "max_context": 8}, "model": str(tmp_path), "port": 1}
+    model = {"shape": "tiny", "speculate": "none", "draft_tokens": 1, "accept_length": None}
+    setup = {"model": model, "dtype": "sim", "backend": None, "max_requests": 1, "max_context": 8}
+    given = {"setup": setup, "model": str(tmp_path), "port": 1}
 
     def fails(work):
         work.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
 
 _QUANTILES = (50, 95, 99)
 
@@ -26,6 +29,38 @@ class StreamedAnswer:
         """Record that ``tokens`` tokens arrive together now."""
         self.times.append(time.time())
         self.tokens.append(tokens)
+
+
+Requests = Iterable[tuple[Sequence[int], int]]
+"""The requests of one client: token ids of each prompt, and the number of its new tokens."""
+
+
+def serve_clients(engine: Engine, clients: Iterable[Requests]) -> list[StreamedAnswer]:
+    """Serve the requests of several clients, each of which sends its next request after its last answer; return the answers
+    in the order of the requests.
+    """
+    from outrider.engine.requests.sampling import SamplingParams
+
+    answers: list[StreamedAnswer] = []
+    pending: dict[int, tuple[Iterator[tuple[Sequence[int], int]], StreamedAnswer]] = {}
+
+    def send_next(requests: Iterator[tuple[Sequence[int], int]]) -> None:
+        for prompt, count in islice(requests, 1):
+            answers.append(StreamedAnswer())
+            request = engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+            pending[request] = requests, answers[-1]
+
+    for requests in clients:
+        send_next(iter(requests))
+    while pending:
+        for output in engine.step():
+            following, answer = pending[output.request_id]
+            if output.tokens:
+                answer.add_output(len(output.tokens))
+            if output.finish_reason is not None:
+                del pending[output.request_id]
+                send_next(following)
+    return answers
 
 
 def summarize(answers: Sequence[StreamedAnswer]) -> dict[str, Any]:

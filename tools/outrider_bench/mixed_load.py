@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from outrider.device.errors import ConfigError
 from outrider_bench.answers import StreamedAnswer, summarize
-
-if TYPE_CHECKING:
-    from outrider.engine.engine import Engine
 
 LENGTHS = ("uniform", "log-normal")
 """Distributions of the lengths of a load."""
@@ -85,24 +80,6 @@ def token_ids(request: int, count: int, vocabulary: int) -> list[int]:
     """
     least = min(5, vocabulary - 1)
     return [(97 * request + 31 * position) % (vocabulary - least) + least for position in range(count)]
-
-
-def serve_on_engine(engine: Engine, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[StreamedAnswer]:
-    """Serve all requests at once, ``counts`` new tokens each, and return the answers. All times count from the first
-    request.
-    """
-    from outrider.engine.requests.sampling import SamplingParams
-
-    began = time.time()
-    answers: dict[int, StreamedAnswer] = {}
-    for prompt, count in zip(prompts, counts, strict=True):
-        request = engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
-        answers[request] = StreamedAnswer(began=began)
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.tokens:
-                answers[output.request_id].add_output(len(output.tokens))
-    return list(answers.values())
 
 
 def latencies(answers: Sequence[StreamedAnswer]) -> dict[str, object]:

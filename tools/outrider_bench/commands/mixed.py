@@ -9,12 +9,12 @@ from rich.console import Console
 from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import JsonOption
 from outrider.cli.terminal.report import CommandReport
-from outrider_bench.mixed_load import latencies, serve_on_engine, token_ids
+from outrider_bench.answers import StreamedAnswer, serve_clients
+from outrider_bench.mixed_load import latencies, token_ids
 from outrider_bench.options import MeasuredEngineOptions, MixedLoadOptions, check_context, print_acceptance
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider_bench.answers import StreamedAnswer
 
 _MAX_CONCURRENT = 128
 _WARM_UP_DIVISOR = 8
@@ -60,8 +60,8 @@ def _serve_load(engine: Engine, lengths: list[tuple[int, int]], *, first: int) -
     numbers share no prefix.
     """
     vocabulary = engine.model.config.vocab_size
-    prompts = [token_ids(first + number, prompt, vocabulary) for number, (prompt, _) in enumerate(lengths)]
-    return serve_on_engine(engine, prompts, [count for _, count in lengths])
+    sized = enumerate(lengths, first)
+    return serve_clients(engine, [[(token_ids(number, prompt, vocabulary), count)] for number, (prompt, count) in sized])
 
 
 def _render(console: Console, data: dict[str, Any]) -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from outrider_bench.answers import StreamedAnswer
-from outrider_bench.mixed_load import serve_on_engine
+from outrider_bench.answers import StreamedAnswer, serve_clients
 from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
 from outrider_bench.peers.work import PeerWork
 
@@ -47,7 +46,7 @@ class OutriderPeer(Peer):
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[StreamedAnswer]:
         """Run the engine step by step for all prompts, and return the answers."""
-        return serve_on_engine(self._engine, prompts, counts)
+        return serve_clients(self._engine, [[request] for request in zip(prompts, counts, strict=True)])
 
     def limit_ms(self, batch: int, context: float) -> float | None:
         """Return the limit of an iteration by its bytes and operations, in milliseconds; None if the bytes are unknown."""
