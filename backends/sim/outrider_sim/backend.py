@@ -61,7 +61,7 @@ class ObserverTap:
 
     def __init__(self, backend: SimBackend, observer: Observer) -> None:
         self._backend = backend
-        self._observer = observer
+        self.observer = observer
         self.timeline = getattr(observer, "ran", None)
 
     def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
@@ -69,7 +69,7 @@ class ObserverTap:
         if op.kind > OperationKind.COPY:
             return
         op.report = Operation(op.name, stream.name or stream.label, index, op.accesses, op.line)
-        self._observer.launched(op.report)
+        self.observer.launched(op.report)
 
     def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
         """Report the virtual start and end of an operation, for observers that draw timelines."""
@@ -80,40 +80,32 @@ class ObserverTap:
         """Report that the host waited for a stream inside a torch call."""
         for candidate in self._backend.streams:
             if candidate.native is stream:
-                self._observer.stream_synchronized(candidate)
+                self.observer.stream_synchronized(candidate)
 
     def allocated(self, allocation: Any, previous: int | None) -> None:
         """Report a new allocation, and the previous allocation of its address."""
         if isinstance(allocation, HostAllocation):
-            self._observer.allocated(allocation.id, allocation.nbytes, "host", allocation.line)
+            self.observer.allocated(allocation.id, allocation.nbytes, "host", allocation.line)
             return
         stream = allocation.stream
-        self._observer.allocated(allocation.id, allocation.nbytes, stream.name or stream.label, allocation.line)
+        self.observer.allocated(allocation.id, allocation.nbytes, stream.name or stream.label, allocation.line)
         if previous is not None:
-            self._observer.address_reused(allocation.id, previous)
+            self.observer.address_reused(allocation.id, previous)
 
     def shared(self, allocation: Any, stream: StreamQueue) -> None:
         """Report that an allocation's reuse also waits for another stream."""
-        self._observer.memory_shared(allocation.id, stream.name or stream.label)
+        self.observer.memory_shared(allocation.id, stream.name or stream.label)
 
     def freed(self, allocation: Any) -> None:
         """Report a freed allocation with the stream that allocated it."""
         host = isinstance(allocation, HostAllocation)
-        self._observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
-
-    def host_accessed(self, access: Access, line: Any) -> None:
-        """Report that a host thread reads or writes pinned memory."""
-        self._observer.host_accessed(access, line)
-
-    def remapped(self, allocation: Any) -> None:
-        """Report that other pages lie under an allocation's addresses."""
-        self._observer.memory_remapped(allocation.id)
+        self.observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
         """Report the rows that an operation accesses."""
         del stream, index
         if op.report is not None:
-            self._observer.rows_touched(op.report, op.rows())
+            self.observer.rows_touched(op.report, op.rows())
 
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})

@@ -266,11 +266,6 @@ def synchronize(device: Any = None) -> None:
     _backend().synchronize()
 
 
-def empty_pinned(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return uninitialized pinned host memory (torch's own `pin_memory=True` needs an accelerator build)."""
-    return _backend().sim.pinned(tuple(shape), dtype or torch.get_default_dtype())
-
-
 def _device_count() -> int:
     found = registered()
     return 1 if found is None else len(found.dispatcher.current.machine.scheduler.machines)
@@ -361,7 +356,6 @@ def make_module(name: str) -> ModuleType:
         "device": lambda device: nullcontext(),  # the scope has no effect
         "device_count": _device_count,
         "empty_cache": _empty_cache,
-        "empty_pinned": empty_pinned,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "ExternalStream": external_stream,
         "MemPool": MemPool,
