@@ -42,7 +42,7 @@ from outrider_sim.torch_device.opinfo import (
     repin,
     results_of,
 )
-from outrider_sim.torch_device.planning import Planner
+from outrider_sim.torch_device.planning import plan_call
 from outrider_sim.torch_device.tensor import SimTensor, wrap
 from outrider_sim.torch_device.tensor_operators import TensorOperators
 
@@ -58,7 +58,6 @@ class Dispatcher:
         self.current = current
         self.thread_device = threading.local()  # `device`: the device of the calling thread's rank
         self.has_several_devices = False  # several devices exist, so the operands determine a call's device
-        self.planner = Planner(self)
         self.infos: dict[Any, OpInfo] = {}
         self.lines = SourceLines()
         self.tensor_operators = tensors = TensorOperators(self)
@@ -258,7 +257,7 @@ class Dispatcher:
         looked_up = tuple(key)
         plan = info.plans.get(looked_up)
         if plan is None:
-            plan = self.planner.plan(info, looked_up, args, kwargs)
+            plan = plan_call(info, looked_up, args, kwargs, self.current.machine.like)
         if plan.resized:
             for name, meta in plan.resized:
                 self.tensor_operators.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
