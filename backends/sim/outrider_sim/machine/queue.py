@@ -59,7 +59,7 @@ class EventGeneration:
     """The capture that this record is an edge of."""
 
     def __str__(self) -> str:
-        return f"{self.event.label} generation {self.number} (recorded at {self.stream.label}.{self.issued})"
+        return f"{self.event.name} generation {self.number} (recorded at {self.stream.label}.{self.issued})"
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -71,17 +71,11 @@ class EventState:
     latest: EventGeneration | None = None
     count: int = 0
 
-    @property
-    def label(self) -> str:
-        """The event's name in messages: the given name, or the kind and number."""
-        return self.name or f"event {self.id}"
-
 
 @dataclass(eq=False, repr=False, slots=True)
 class FlagState:
     """A resettable flag. A wait may precede its set; a second set before the reset has no effect."""
 
-    id: int
     name: str
     is_set: bool = False
     lost: int = 0
@@ -97,11 +91,6 @@ class FlagState:
             self.time = now
         self.is_set = kind == OperationKind.FLAG_SET
         return now
-
-    @property
-    def label(self) -> str:
-        """The flag's name in messages: the given name, or the kind and number."""
-        return self.name or f"flag {self.id}"
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -272,7 +261,7 @@ def reason(op: Op) -> str:
         return f"it waits for {op.target}"
     if op.kind == OperationKind.FLAG_WAIT:
         lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
-        return f"it waits for {op.target.label}, which is down{lost}"
+        return f"it waits for {op.target.name}, which is down{lost}"
     if op.kind in (OperationKind.COLLECTIVE_START, OperationKind.COLLECTIVE):
         return f"{op.target} can't begin"
     return f"{op.name} can run"
