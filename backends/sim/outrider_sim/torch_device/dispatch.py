@@ -314,17 +314,9 @@ class Dispatcher:
     ) -> None:
         """Attach to `op` its tensor accesses, the resolver of data-dependent rows and the source line, for observers."""
         accesses: list[Access] = []
-        for name, value in zip(info.names, args, strict=False):
-            kind = type(value)
-            if kind is SimTensor:
-                accesses.append(extent(value, name in info.writes, name))
-            elif kind is list or kind is tuple:
-                note_access(accesses, name, value, info)
-        for name, value in kwargs.items():
+        for name, value in (*zip(info.names, args, strict=False), *kwargs.items()):
             note_access(accesses, name, value, info)
-        for made in outs:
-            if made is not None:
-                accesses.append(extent(made, True, "out"))  # noqa: PERF401  (once for most operations)
+        accesses += [extent(made, True, "out") for made in outs if made is not None]
         op.accesses = tuple(accesses)
         machine = self.current.machine
         op.line = machine.local.line
