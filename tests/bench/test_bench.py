@@ -260,21 +260,3 @@ def test_operations_of_experts_and_recurrent_layers():
 
 def operations(layers):
     return sum(2 * each.numel() for layer in layers for each in slots(layer) if each.dim() > 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch", "1,x"], "--batch is '1,x'"),
-        (["--batch", "0"], "--batch is '0'"),
-        (["--batch", ""], "--batch is empty"),
-        (["--new-tokens", "0"], "--new-tokens is 0"),
-        (["--prompt-tokens", "-1"], "--prompt-tokens is '-1'"),
-        (["--new-tokens", "1"], "--new-tokens 1 is too few"),
-        (["--backend", "no-such-chip"], "--backend is 'no-such-chip'"),
-    ],
-)
-def test_bad_input(outrider, arguments, message):
-    result = outrider("bench", "decode", *arguments)
-    assert (result.code in (1, 2), result.out) == (True, "")
-    assert message in result.err

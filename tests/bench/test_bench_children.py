@@ -125,23 +125,6 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
     assert calls[0]["SOME_CACHE"].startswith("/")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("startup", "--shape", "no-such-shape"), "--shape is 'no-such-shape'"),
-        (("startup", "--speculate", "mtp"), "--speculate is 'mtp'"),
-        (("startup", "--shape", "tiny", "--directory", "/proc"), "--directory is '/proc', and no files can be written there"),
-        (("startup", "--shape", "tiny", "--directory", "/proc/x"), "--directory is '/proc/x', and no files can be written"),
-        (("startup", "--shape", "tiny", "--checkpoint", "/proc/x"), "checkpoint of tiny in /proc/x can't be read or written"),
-    ],
-)
-def test_bad_input(outrider, arguments, message):
-    command, *rest = arguments
-    result = outrider("bench", command, "--backend", "cpu", *rest)
-    assert result.code in (1, 2)
-    assert message in result.err
-
-
 def test_a_child_that_dies_says_how():
     with pytest.raises(ChildFailed, match=r"exit code 1.*No module named 'outrider\.cli\.nothing'|exit code 1.*nothing"):
         run_child("outrider.cli.nothing:measure", {}, limit_s=60)

@@ -70,43 +70,6 @@ def test_the_bundled_model_serves_a_load_too(outrider):
     assert "uniform 3 to 9" in shown.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("prefill", "--prompt-tokens", "8,x"), "--prompt-tokens is '8,x'"),
-        (("prefill", "--plot", "x.png"), "expected a file that ends in .svg"),
-        (("mixed", "--prompts", "20-3"), "--prompts is '20-3'"),
-        (
-            ("mixed", "--shape", "tiny", "--speculate", "none", "--draft-vocabulary", "9"),
-            "--draft-vocabulary says which draft tokens",
-        ),
-        (
-            ("decode", "--shape", "tiny", "--draft-vocabulary", "9x"),
-            "--draft-vocabulary is '9x'; there is no such file",
-        ),
-        (("decode", "--draft-vocabulary", "99999"), "and the target has tokens 0 to 2047; expected tokens of the target"),
-        (("mixed", "--accept-length", "2"), "--accept-length is synthetic"),
-        (("prefill", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg'; nothing can be written in '/nowhere'"),
-        (("decode", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg'; nothing can be written in '/nowhere'"),
-        (("prefill", "--prompt-tokens", "8,90", "--max-context", "64"), "--prompt-tokens 90 and the 8 tokens after them"),
-        (("decode", "--prompt-tokens", "8,90", "--max-context", "64"), "in the context of 64: they are 154; ask for fewer"),
-        (("mixed", "--prompts", "9-9", "--outputs", "8-8", "--max-context", "16"), "--prompts 9 and --outputs 8 tokens"),
-        (("decode", "--shape", "tiny", "--speculate", "none", "--draft-length", "load"), "drafts nothing; leave draft_"),
-        (("mixed", "--shape", "tiny", "--draft", "."), "--draft doesn't go with --shape"),
-        (("prefill", "--prompt-tokens", "2041"), "--prompt-tokens 2041 and the 8 tokens after them don't fit"),
-        (("mixed", "--prompts", "9000-9000"), "in the context of 2048: they are 9"),
-        (("prefill", "--shape", "tiny", "--prompt-tokens", "99999999"), "--prompt-tokens 99999999 and the 8 tokens after"),
-        (("decode", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
-        (("serve", "--shape", "tiny", "--new-tokens", "99999999"), "and --new-tokens 99999999 don't fit in the context of"),
-    ],
-)
-def test_bad_input(outrider, arguments, message):
-    command, *rest = arguments
-    result = outrider("bench", command, "--backend", "cpu", *rest)
-    assert result.code in (1, 2)
-    assert message in result.err
-
-
 def test_a_prompt_may_be_as_long_as_the_models_context_lets_it(outrider, tmp_path):
     """Room for drafts isn't needed beyond it."""
     shape = checkpoint_config(replace(shape_config("tiny"), max_context=40), dtype="float32")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
-import time
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ import torch
 from outrider.cli.main import main
 from outrider.device import Backend
 from outrider_cpu.backend import CpuBackend
-from outrider_sanitizer import FindingKind, RaceError, Sanitizer, watch
+from outrider_sanitizer import RaceError, Sanitizer, watch
 from outrider_sanitizer.pytest_plugin import sanitized
 from outrider_sanitizer.races import RACES
 from outrider_sanitizer.races.race import filled, order
@@ -239,35 +236,6 @@ def test_the_advisor_names_a_wait_that_orders_nothing_new() -> None:
     (advice,) = report.advice
     assert (advice.stream, advice.event, advice.count) == ("plan", "ready", 1)
     assert "test_tools.py" in advice.location
-
-
-def test_hand_overs_between_host_threads_are_seen() -> None:
-    """The copy's buffer goes to another thread through a queue: no alarm; without one: alarm."""
-    for handed_over in (True, False):
-        backend = CpuBackend()
-        copy = backend.create_stream("copy")
-        queue: Queue[int] = Queue()
-        started: list[bool] = []  # orders nothing that the sanitizer would believe
-        with watch(backend) as report:
-            buffer = backend.empty_pinned("results", (4,), torch.float32)
-            with backend.on(copy):
-                x = torch.ones(4)
-
-            def reader(queue: Any = queue, buffer: Any = buffer, wait: bool = handed_over, started: Any = started) -> None:
-                while not started:
-                    time.sleep(0)
-                if wait:
-                    queue.get()
-                buffer.tensor.sum()
-
-            thread = threading.Thread(target=reader)
-            thread.start()
-            backend.copy_async(buffer.tensor, x, stream=copy)
-            copy.synchronize()
-            queue.put(1)
-            started.append(True)
-            thread.join()
-        assert {finding.kind for finding in report} == (set() if handed_over else {FindingKind.READ_AFTER_WRITE}), str(report)
 
 
 def test_memory_stays_bounded() -> None:

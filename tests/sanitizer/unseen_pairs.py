@@ -140,28 +140,6 @@ with torch.cuda.stream(side):
 torch.cuda.synchronize()
 """
 
-ROWS = """
-x, i = torch.zeros(8, 4, device="cuda"), torch.tensor([[0, 1]], device="cuda")
-lower = torch.zeros(4, device="cuda")
-out, flat = torch.zeros(2, 4, device="cuda"), i.flatten()
-columns, cells = torch.zeros(1, 2, device="cuda"), torch.zeros(2, device="cuda")
-torch.cuda.synchronize()
-with torch.cuda.stream(side):
-    x[ROW] = 1  #first
-OPERATION  #second
-torch.cuda.synchronize()
-"""
-PICKS = {
-    "index_select-out": "torch.index_select(x, 0, flat, out=out)",
-    "gather-out": "torch.gather(x, 0, i, out=columns)",
-    "take_along_dim-out": "torch.take_along_dim(x, i.view(2, 1).expand(2, 4), 0, out=out)",
-    "take-out": "torch.take(x, flat, out=cells)",
-    "index-out": "torch.ops.aten.index.Tensor_out(x, [flat], out=out)",
-    "embedding-out": "torch.ops.aten.embedding.out(x, flat, out=out)",
-    "embedding_bag": "torch.nn.functional.embedding_bag(i, x)",
-    "unsafe_index": "torch.ops.aten._unsafe_index.Tensor(x, [flat])",
-}
-
 PIECEWISE = """
 pool = torch.cuda.graph_pool_handle()
 x, out = torch.ones(1 << 12, device="cuda"), torch.zeros(1 << 12, device="cuda")
@@ -316,10 +294,6 @@ def pairs() -> dict[str, Pair]:
     for name, slots in (("custom-slots-overlap", "1, 2"), ("custom-slots-apart", "2, 3")):
         kind = kinds.WRITE_AFTER_WRITE if "overlap" in name else None
         found[name] = Pair(kind, CUSTOM.replace("SLOTS", slots).replace("NAME", name.replace("-", "_")))
-    for name, operation in PICKS.items():
-        apart = ROWS.replace("OPERATION", operation)
-        found[f"{name}-same-row"] = Pair(kinds.READ_AFTER_WRITE, apart.replace("ROW", "0"))
-        found[f"{name}-other-row"] = Pair(None, apart.replace("ROW", "5"))
     for name, wait in HOST_WAITS.items():
         waits = THREADS_THAT_WAIT.replace("WAIT", wait)
         found[f"host-waits-for-{name}"] = Pair(kinds.READ_AFTER_WRITE, waits.replace("BODIES", "(write, read)"))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from outrider.device import ConfigError, ControllableDevice
+from outrider_sanitizer.races import RACES
 from outrider_sim.exploration import explore, run_once
 from outrider_sim.strategies import ReplaySchedule, Schedule, make_strategy, parse_strategy
 
@@ -32,24 +33,30 @@ def wrong_relay(backend):
     relay(backend, waits=False)
 
 
-def no_wait(backend):
-    """The reader doesn't wait for the writer."""
-    writer, reader = backend.create_stream("writer"), backend.create_stream("reader")
-    with backend.on(writer):
-        x = torch.zeros(4, device=backend.device)
-    writer.synchronize()
-    with backend.on(writer):
-        x.fill_(7.0)
-    with backend.on(reader):
-        y = x + 1
-    backend.synchronize()
-    assert y.tolist() == [8.0] * 4
+def polls(backend):
+    """The host asks until the answer is yes; what it asks for comes behind work of two streams."""
+    one, two = backend.create_stream("one"), backend.create_stream("two")
+    event = backend.create_event("e")
+    with backend.on(one):
+        x = torch.zeros(8, device=backend.device)
+        for _ in range(3):
+            x.add_(1.0)
+    result = backend.empty_pinned("result", (8,), torch.float32)
+    one.record(event)
+    two.wait(event)
+    backend.copy_async(result.tensor, x, stream=two)
+    while not two.query():
+        pass
+    assert result.tensor.tolist() == [3.0] * 8
 
 
-SHALLOW = ["slowest:stream=writer", "fastest:stream=reader", "random", "pct:d=2", "exhaustive", "mixed"]
+no_wait = RACES["read-after-write"].wrong  # stream `plan` doesn't wait for stream `forward`, the writer
 
 
-@pytest.mark.parametrize("spec", ["program", "fastest:stream=writer"])
+SHALLOW = ["slowest:stream=forward", "fastest:stream=plan", "random", "pct:d=2", "exhaustive", "mixed"]
+
+
+@pytest.mark.parametrize("spec", ["program", "fastest:stream=forward"])
 def test_the_order_of_the_program_hides_a_missing_wait(sim, spec):
     assert explore(sim(), no_wait, strategy=spec, iterations=3).failure is None
 
@@ -105,7 +112,8 @@ def test_exhaustive_tries_each_order_of_dependent_steps_once(sim):
 
 
 @pytest.mark.parametrize("spec", ["random", "pct:d=3", "lazy", "slowest:stream=copy", "fastest:stream=copy", "mixed"])
-def test_schedules_replay_exactly(sim, spec):
+@pytest.mark.parametrize("program", [wrong_relay, polls])
+def test_schedules_replay_exactly(sim, spec, program):
     """The string of a run gives the same steps in the same order, and prints itself again."""
     backend = sim()
     name, options = parse_strategy(spec)
@@ -116,7 +124,7 @@ def test_schedules_replay_exactly(sim, spec):
             order = {}
             backend.sim.machine.scheduler.names = order
             chosen = strategy or ReplaySchedule(Schedule.parse(texts[0]))
-            run_once(backend, wrong_relay, chosen)
+            run_once(backend, program, chosen)
             texts.append(backend.control.schedule())
             logs.append([step for step in order if not step.startswith("host")])
         backend.sim.machine.scheduler.names = None
@@ -151,7 +159,7 @@ def test_shrinking_names_the_missing_edge(sim):
 def test_the_handle_is_a_controllable_device(sim):
     backend = sim()
     assert isinstance(backend.control, ControllableDevice)
-    found = explore(backend, no_wait, strategy="slowest:stream=writer").failure
+    found = explore(backend, no_wait, strategy="slowest:stream=forward").failure
     backend.control.reset()
     backend.control.set_schedule(str(found.schedule))
     with pytest.raises(AssertionError):
@@ -171,18 +179,7 @@ def test_long_runs_can_go_unrecorded(sim):
 
 
 def test_exhaustive_sees_host_accesses_of_pinned_memory(sim):
-    def program(backend):
-        stream = backend.create_stream("s")
-        x = torch.zeros(2, device=backend.device)
-        staging = backend.empty_pinned("staging", (2,), torch.float32).tensor
-        backend.synchronize()
-        staging.fill_(1)
-        backend.copy_async(x, staging, stream=stream)
-        staging.fill_(2)
-        backend.synchronize()
-        assert x.tolist() == [1.0, 1.0]
-
-    found = explore(sim(), program, strategy="exhaustive", iterations=100).failure
+    found = explore(sim(), RACES["pinned-overwritten"].wrong, strategy="exhaustive", iterations=100).failure
     assert found is not None
     assert len(found.shrunk) == 1
     assert "touches pinned memory" in found.orderings[0]
@@ -222,23 +219,6 @@ def test_pct_finds_a_deep_bug_that_extremes_miss(sim):
     assert explore(sim(), program, strategy="pct:d=3,k=20", iterations=400).failure is not None
 
 
-def polls(backend):
-    """The host asks until the answer is yes; what it asks for comes behind work of two streams."""
-    one, two = backend.create_stream("one"), backend.create_stream("two")
-    event = backend.create_event("e")
-    with backend.on(one):
-        x = torch.zeros(8, device=backend.device)
-        for _ in range(3):
-            x.add_(1.0)
-    result = backend.empty_pinned("result", (8,), torch.float32)
-    one.record(event)
-    two.wait(event)
-    backend.copy_async(result.tensor, x, stream=two)
-    while not two.query():
-        pass
-    assert result.tensor.tolist() == [3.0] * 8
-
-
 EVERY = ["program", "lazy", "slowest:stream=one", "slowest:stream=two", "fastest:stream=one", "fastest:stream=two"]
 
 
@@ -246,18 +226,6 @@ EVERY = ["program", "lazy", "slowest:stream=one", "slowest:stream=two", "fastest
 @pytest.mark.parametrize("spec", [*EVERY, "random", "pct:d=3", "mixed"])
 def test_a_host_that_asks_until_it_is_yes_ends(sim, spec, options):
     assert explore(sim(**options), polls, strategy=spec, iterations=12).failure is None
-
-
-def test_asking_replays(sim):
-    backend = sim()
-    texts = []
-    for chosen in (make_strategy("lazy", 0), lambda: ReplaySchedule(Schedule.parse(texts[0]))):
-        order = backend.sim.machine.scheduler.names = {}
-        run_once(backend, polls, chosen if not callable(chosen) else chosen())
-        texts.append(backend.control.schedule())
-        assert order
-    backend.sim.machine.scheduler.names = None
-    assert texts[0] == texts[1]
 
 
 def test_a_thread_that_asks_lets_another_one_go_on(sim):

@@ -225,37 +225,6 @@ def test_transforms(device):
     torch.testing.assert_close(grad(x.to(device)).cpu(), 2 * x)
 
 
-def test_a_new_thread_begins_on_the_default_stream(sim):
-    import threading
-
-    backend = sim()
-    seen = []
-    with backend.on(backend.create_stream("side")):
-        thread = threading.Thread(target=lambda: seen.append(backend.sim.machine.stream.label))
-        thread.start()
-        thread.join()
-    assert seen == ["default"]
-
-
-@pytest.mark.parametrize("strategy", ["program", "lazy", "slowest:stream=side", "random", "pct", "mixed"])
-def test_a_loop_over_query_ends(sim, strategy):
-    name, _, stream = strategy.partition(":stream=")
-    backend = sim(strategy=name, **({"stream": stream} if stream else {}))
-    side, event = backend.create_stream("side"), backend.create_event("done")
-    with backend.on(side):
-        x = torch.ones(3, device=backend.device)
-        for _ in range(5):
-            x = x + 1
-    side.record(event)
-    asked = 0
-    while not event.query():
-        asked += 1
-        assert asked < 1000
-    schedule = str(backend.control.schedule())
-    assert x.tolist() == [6.0] * 3
-    assert isinstance(schedule, str)
-
-
 def test_memory_that_a_stream_recorded_waits_for_what_the_stream_holds_at_the_release(sim):
     backend = sim(strategy="lazy", poison="off")
     side = backend.create_stream("side")

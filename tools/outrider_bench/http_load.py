@@ -13,20 +13,18 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import child_session
+from outrider_bench.answers import StreamedAnswer
 from outrider_bench.child import ChildFailed, how_it_ended, printed_lines, run_child
-from outrider_bench.mixed_load import quantiles
 
 _VOCABULARY = 400
 _SEED_STRIDE, _WARM_UP_SEED = 1 << 20, 1 << 19
@@ -91,18 +89,6 @@ class HttpLoad:
         return json.dumps(asked).encode()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamedAnswer:
-    """The times of one answer, in seconds of the wall clock, which all processes share."""
-
-    began: float
-    """Time at which the request was sent."""
-    times: tuple[float, ...]
-    """Time at which each output arrived."""
-    tokens: tuple[int, ...]
-    """Number of tokens of each output."""
-
-
 async def run_load(load: HttpLoad) -> list[StreamedAnswer]:
     """Send all requests and return their answers. Raises :class:`ServerFailed`."""
     clients = [_client(load, number) for number in range(load.clients)]
@@ -123,9 +109,11 @@ async def _client(load: HttpLoad, number: int) -> list[StreamedAnswer]:
                     f"POST {parts.path}/v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
                     f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
                 )
-                began = time.time()
+                answer = StreamedAnswer()
                 writer.write(head.encode() + body)
-                answers.append(_checked(await _read_answer(reader, began), load.new_tokens))
+                await _read_answer(reader, answer)
+                _check_tokens(answer, load.new_tokens)
+                answers.append(answer)
     except TimeoutError:
         raise ServerFailed(f"{load.url} didn't answer within {_CLIENT_LIMIT_S:g} s") from None
     except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -142,37 +130,31 @@ async def _client(load: HttpLoad, number: int) -> list[StreamedAnswer]:
     return answers
 
 
-def _checked(answer: StreamedAnswer, wanted: int) -> StreamedAnswer:
-    """Return ``answer``. Raises :class:`ServerFailed` if it lacks tokens."""
+def _check_tokens(answer: StreamedAnswer, wanted: int) -> None:
+    """Raise :class:`ServerFailed` if ``answer`` lacks tokens."""
     found = sum(answer.tokens)
     if not found:
         raise ServerFailed("an answer said of no token that it has one: the load is for servers that know return_token_ids")
     if found != wanted:
         raise ServerFailed(f"asked for {wanted} new tokens, an answer had {found}: that isn't the same work")
-    return answer
 
 
-async def _read_answer(reader: asyncio.StreamReader, began: float) -> StreamedAnswer:
-    """Read a chunked answer to its end. An event may span several chunks."""
+async def _read_answer(reader: asyncio.StreamReader, answer: StreamedAnswer) -> None:
+    """Read a chunked answer to its end, and add its outputs to ``answer``. An event may span several chunks."""
     head = await reader.readuntil(b"\r\n\r\n")
     status = head.split(b" ", 2)[1]
     if status != b"200":
         raise ServerFailed(f"the server answered with status {status.decode()}: {(await reader.read(500)).decode()}")
     if b"chunked" not in head.lower():
         raise ServerFailed("the server's answer isn't a stream in chunks")
-    times: list[float] = []
-    counts: list[int] = []
     held = b""
     while size := int(await reader.readline(), 16):
         held += (await reader.readexactly(size + 2))[:-2]
-        now = time.time()
         *events, held = held.split(b"\n\n")
         count = sum(_count_tokens(event.strip()) for event in events)
         if count:
-            times.append(now)
-            counts.append(count)
+            answer.add_output(count)
     await reader.readline()
-    return StreamedAnswer(began=began, times=tuple(times), tokens=tuple(counts))
 
 
 def _count_tokens(event: bytes) -> int:
@@ -183,30 +165,6 @@ def _count_tokens(event: bytes) -> int:
     if "error" in data:
         raise ServerFailed(f"the server ended a stream with an error: {data['error']}")
     return sum(len(choice.get("token_ids") or ()) for choice in data["choices"])
-
-
-def summarize(answers: Sequence[StreamedAnswer]) -> dict[str, Any]:
-    """Return tokens a second from the first request to the last token, and quantiles in milliseconds.
-
-    The quantiles are those of first tokens, of the gaps between outputs of one answer, and of the mean time of a token after
-    an answer's first output.
-    """
-    gaps = [after - before for each in answers for before, after in pairwise(each.times)]
-    spans = [
-        (each.times[-1] - each.times[0]) / (sum(each.tokens) - each.tokens[0]) for each in answers if len(each.times) > 1
-    ]
-    seconds = max(each.times[-1] for each in answers) - min(each.began for each in answers)
-    tokens = sum(sum(each.tokens) for each in answers)
-    return {
-        "requests": len(answers),
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
-        "first_token_ms": quantiles([each.times[0] - each.began for each in answers]),
-        "between_outputs_ms": quantiles(gaps),
-        "a_token_ms": quantiles(spans),
-        "tokens_an_output": tokens / sum(len(each.times) for each in answers),
-    }
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -220,10 +178,7 @@ def run_clients(load: HttpLoad) -> list[StreamedAnswer]:
 
     def run_part(part: HttpLoad) -> list[StreamedAnswer]:
         found = run_child(f"{__name__}:answer_part", {"load": asdict(part)}, limit_s=_LOAD_LIMIT_S)
-        return [
-            StreamedAnswer(began=each["began"], times=tuple(each["times"]), tokens=tuple(each["tokens"]))
-            for each in found["answers"]
-        ]
+        return [StreamedAnswer(**each) for each in found["answers"]]
 
     with ThreadPoolExecutor(processes) as pool:
         return [answer for answers in pool.map(run_part, parts) for answer in answers]
@@ -247,7 +202,7 @@ def answer_part(work: Mapping[str, Any]) -> dict[str, object]:
 
 
 def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float = _LOAD_LIMIT_S) -> dict[str, Any]:
-    """Run vLLM's generator and return the figures of :func:`summarize`; one round warms up.
+    """Run vLLM's generator and return the figures of :func:`~outrider_bench.answers.summarize`; one round warms up.
 
     The generator makes random prompts of ``load.prompt_tokens`` tokens with ``tokenizer`` (a directory) and sends them as
     text, ``load.rounds`` times ``load.clients`` requests. Raises :class:`ChildFailed` if the generator doesn't run,
@@ -295,7 +250,10 @@ def vllm_arguments(load: HttpLoad, tokenizer: Path, result: Path) -> list[str]:
 
 
 def read_vllm_figures(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generator's figures under the names of :func:`summarize`. Raises :class:`ServerFailed`."""
+    """Return the generator's figures under the names of :func:`~outrider_bench.answers.summarize`.
+
+    Raises :class:`ServerFailed` if a request failed.
+    """
     if found["failed"] or not found["completed"]:
         why = next((error for error in found.get("errors", ()) if error), "it says nothing more")
         raise ServerFailed(f"{found['failed']} of {found['failed'] + found['completed']} requests failed: {str(why)[:400]}")

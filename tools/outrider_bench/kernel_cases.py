@@ -67,23 +67,19 @@ def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.devic
 
 
 def product_cases(
-    shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+    shape: DecoderShape,
+    *,
+    tokens: int,
+    rotate_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: str | None = None,
 ) -> Iterator[TimedKernelCase]:
-    """Yield GEMMs and the blocks of a layer for ``tokens`` tokens. Weights rotate among ``rotate_bytes`` bytes."""
-    attention = shape.heads * shape.head_size
-    yield _product("qkv", attention + 2 * shape.kv_heads * shape.head_size, shape.hidden, tokens, rotate_bytes, dtype, device)
-    yield _product("output", shape.hidden, attention, tokens, rotate_bytes, dtype, device)
-    yield _product("gate and up", 2 * shape.inner, shape.hidden, tokens, rotate_bytes, dtype, device)
-    yield _product("down", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
-    yield from _blocks(shape, tokens, rotate_bytes, dtype, device)
-    yield _product("head", shape.vocabulary, shape.hidden, tokens, rotate_bytes, dtype, device)
-    yield _product("fusion of a draft", shape.hidden, shape.fused, tokens, rotate_bytes, dtype, device)
+    """Yield GEMMs of a decoder and of a draft, and the blocks of a layer, for ``tokens`` tokens.
 
-
-def quantized_cases(
-    name: str, shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[TimedKernelCase]:
-    """Yield GEMMs of a decoder layer and the output head, with rotating random weights of the quantization ``name``."""
+    Random weights rotate among ``rotate_bytes`` bytes. ``format``: name of the weights' quantization, in which only the GEMMs
+    of the decoder are yielded.
+    """
     attention = shape.heads * shape.head_size
     products = {
         "qkv": (attention + 2 * shape.kv_heads * shape.head_size, shape.hidden),
@@ -92,23 +88,12 @@ def quantized_cases(
         "down": (shape.hidden, shape.inner),
         "head": (shape.vocabulary, shape.hidden),
     }
-    way = weight_format(name)
-    for label, (rows, columns) in products.items():
-        first = way.random_weight(rows, columns, device=device, scales_dtype=dtype)
-        copies = max(2, -(-rotate_bytes // first.nbytes))
-        weights = [
-            first,
-            *(way.random_weight(rows, columns, device=device, scales_dtype=dtype) for _ in range(copies - 1)),
-        ]
-        x = torch.randn(tokens, columns, dtype=dtype, device=device)
-
-        def call(kernels: KernelSet, number: int, x: Tensor = x, weights: list[QuantizedWeight] = weights) -> Tensor:
-            return kernels.linear_quantized(x, weights[number % len(weights)])
-
-        moved = first.nbytes + x.nbytes + tokens * rows * dtype.itemsize
-        yield TimedKernelCase(
-            "linear_quantized", f"{name} {label}, {tokens} tokens", moved, call, operations=2 * tokens * rows * columns
-        )
+    if format is None:
+        products["fusion of a draft"] = (shape.hidden, shape.fused)
+    for name, (rows, columns) in products.items():
+        yield _product(name, rows, columns, tokens, rotate_bytes, dtype, device, format)
+    if format is None:
+        yield from _blocks(shape, tokens, rotate_bytes, dtype, device)
 
 
 def _blocks(
@@ -162,18 +147,31 @@ def _blocks(
 
 
 def _product(
-    name: str, n: int, k: int, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+    name: str,
+    rows: int,
+    columns: int,
+    tokens: int,
+    rotate_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: str | None,
 ) -> TimedKernelCase:
-    size = dtype.itemsize
-    copies = max(2, -(-rotate_bytes // (n * k * size)))
-    weights = [torch.randn(n, k, dtype=dtype, device=device).mul_(k**-0.5) for _ in range(copies)]
-    x = torch.randn(tokens, k, dtype=dtype, device=device)
+    def weight() -> Tensor | QuantizedWeight:
+        if format is not None:
+            return weight_format(format).random_weight(rows, columns, device=device, scales_dtype=dtype)
+        return torch.randn(rows, columns, dtype=dtype, device=device).mul_(columns**-0.5)
+
+    first = weight()
+    copies = max(2, -(-rotate_bytes // first.nbytes))
+    weights = [first, *(weight() for _ in range(copies - 1))]
+    x = torch.randn(tokens, columns, dtype=dtype, device=device)
+    kernel = "linear" if format is None else "linear_quantized"
     return TimedKernelCase(
-        "linear",
-        f"{name}, {tokens} tokens",
-        (n * k + tokens * k + tokens * n) * size,
-        lambda kernels, number: kernels.linear(x, weights[number % copies]),
-        operations=2 * tokens * n * k,
+        kernel,
+        f"{name}, {tokens} tokens" if format is None else f"{format} {name}, {tokens} tokens",
+        first.nbytes + x.nbytes + tokens * rows * dtype.itemsize,
+        lambda kernels, number: getattr(kernels, kernel)(x, weights[number % copies]),
+        operations=2 * tokens * rows * columns,
     )
 
 

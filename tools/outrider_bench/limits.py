@@ -144,14 +144,18 @@ def _elements(weight: Weight) -> int:
 
 def _matrices(value: Any) -> Iterator[Tensor | QuantizedWeight]:
     """Yield the matrices among the weights of layers; stacked experts are one matrix."""
-    if isinstance(value, QuantizedWeight) or (isinstance(value, Tensor) and value.dim() > 1):
+    return (weight for weight in _weights(value) if isinstance(weight, QuantizedWeight) or weight.dim() > 1)
+
+
+def _weights(value: Any) -> Iterator[Tensor | QuantizedWeight]:
+    if isinstance(value, Tensor | QuantizedWeight):
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from _matrices(item)
-    elif is_dataclass(value) and not isinstance(value, Tensor):
+            yield from _weights(item)
+    elif is_dataclass(value):
         for each in fields(value):
-            yield from _matrices(getattr(value, each.name))
+            yield from _weights(getattr(value, each.name))
 
 
 def _idle_expert_bytes(target: Decoder, tokens: int) -> float:
@@ -185,18 +189,7 @@ def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
 
 
 def _bytes(weights: Any) -> int:
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in _tensors(weights)}.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        for each in fields(value):
-            yield from _tensors(getattr(value, each.name))
+    return sum(weight.nbytes for weight in {id(weight): weight for weight in _weights(weights)}.values())
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from outrider.device.errors import ConfigError
+from outrider_bench.answers import StreamedAnswer, summarize
 
-if TYPE_CHECKING:
-    from outrider.engine.engine import Engine
-
-_QUANTILES = (50, 95, 99)
 LENGTHS = ("uniform", "log-normal")
 """Distributions of the lengths of a load."""
 _PROMPT_MEDIAN, _PROMPT_SIGMA = 350, 1.0
@@ -79,44 +73,6 @@ def _range(limits: tuple[int, int]) -> str:
     return f"{limits[0]} to {limits[1]}"
 
 
-@dataclass(slots=True)
-class Arrivals:
-    """The times at which tokens of each request arrive, in seconds since the load arrived."""
-
-    began: float = field(default_factory=time.perf_counter)
-    times: dict[object, list[float]] = field(default_factory=dict)
-    tokens: int = 0
-
-    def record_tokens(self, request: object, tokens: int) -> None:
-        """Record that ``tokens`` tokens of a request arrive together now."""
-        self.times.setdefault(request, []).append(time.perf_counter() - self.began)
-        self.tokens += tokens
-
-    def summary(self) -> dict[str, object]:
-        """Return total seconds, tokens a second, and quantiles in milliseconds of first tokens and of gaps of one request.
-
-        Tokens of one verification arrive together, so a gap lies between two verifications.
-        """
-        firsts = [times[0] for times in self.times.values()]
-        gaps = [after - before for times in self.times.values() for before, after in pairwise(times)]
-        seconds = max(times[-1] for times in self.times.values())
-        return {
-            "seconds": seconds,
-            "tokens_per_s": self.tokens / seconds,
-            "first_token_ms": quantiles(firsts),
-            "between_tokens_ms": quantiles(gaps),
-        }
-
-
-def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return p50, p95, p99 and the maximum in milliseconds, each by the nearest rank; None for no values."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    found = {f"p{share}": 1e3 * ordered[-(-len(ordered) * share // 100) - 1] for share in _QUANTILES}
-    return found | {"max": 1e3 * ordered[-1]}
-
-
 def token_ids(request: int, count: int, vocabulary: int) -> list[int]:
     """Return a prompt of ``count`` token ids for random weights.
 
@@ -126,17 +82,11 @@ def token_ids(request: int, count: int, vocabulary: int) -> list[int]:
     return [(97 * request + 31 * position) % (vocabulary - least) + least for position in range(count)]
 
 
-Arrived = Callable[[object, int], None]
-"""Callback for the arrival of tokens: the request, and the number of its tokens."""
+def latencies(answers: Sequence[StreamedAnswer]) -> dict[str, object]:
+    """Return total seconds, tokens a second, and quantiles in milliseconds of first tokens and of gaps of one request.
 
-
-def serve_on_engine(engine: Engine, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-    """Serve all requests at once, ``counts`` new tokens each, and call ``arrived`` for each output with tokens."""
-    from outrider.engine.requests.sampling import SamplingParams
-
-    for prompt, count in zip(prompts, counts, strict=True):
-        engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.tokens:
-                arrived(output.request_id, len(output.tokens))
+    Tokens of one verification arrive together, so a gap lies between two verifications.
+    """
+    found = summarize(answers)
+    kept = {name: found[name] for name in ("seconds", "tokens_per_s", "first_token_ms")}
+    return kept | {"between_tokens_ms": found["between_outputs_ms"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -190,18 +190,9 @@ class LaunchOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the engine that these options give, for :func:`~outrider.cli.options.models.load`."""
-        return given_settings(
-            mode=self.mode,
-            graphs=self.graphs,
-            overlap=self.overlap,
-            batch_invariant=self.exact,
-            max_context=self.max_context,
-            kv_memory=self.kv_memory,
-            kv_dtype=self.kv_dtype,
-            page_size=self.page_size,
-            max_requests=self.max_requests,
-            prefill_chunk=self.prefill_chunk,
-        )
+        settings = {each.name: getattr(self, each.name) for each in fields(LaunchOptions)}
+        del settings["dtype"]
+        return given_settings(batch_invariant=settings.pop("exact"), **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +217,20 @@ class RandomWeightOptions:
             )
         if self.accept_length is not None and self.shape is None:
             raise UsageError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
+
+    def random_model(self, shape: str, speculate: str, *, draft_layers: int = DRAFT_LAYERS) -> RandomModel:
+        """Return the random weights that these options describe, with the proposer ``speculate``."""
+        return RandomModel(
+            shape=shape,
+            speculate=speculate,
+            draft_tokens=self.draft_tokens,
+            accept_length=self.accept_length,
+            quantize=self.quantize,
+            quantize_head=self.lm_head,
+            draft_weights=self.draft_weights,
+            draft_vocabulary=self.draft_vocabulary,
+            draft_layers=draft_layers,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,17 +352,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model.config.shapes import shape_config
 
-        random = RandomModel(
-            shape=shape,
-            speculate=self.speculate or "eagle",
-            draft_tokens=self.draft_tokens,
-            accept_length=self.accept_length,
-            quantize=self.quantize,
-            quantize_head=self.lm_head,
-            draft_weights=self.draft_weights,
-            draft_vocabulary=self.draft_vocabulary,
-            draft_layers=self.draft_layers or DRAFT_LAYERS,
-        )
+        random = self.random_model(shape, self.speculate or "eagle", draft_layers=self.draft_layers or DRAFT_LAYERS)
         engine = random.load_engine(
             self.backend,
             settings=self.settings(),

@@ -72,13 +72,18 @@ class RandomModel:
             rates_of_requests(self.accept_length, self.draft_tokens)
 
     @property
+    def quantized(self) -> str | None:
+        """The weight format for a report, with a note whether the output head is quantised; None for unquantized weights."""
+        return self.quantize and f"{self.quantize}, output head {'too' if self.quantize_head else 'unquantized'}"
+
+    @property
     def description(self) -> Mapping[str, object]:
         """The model, its draft and its acceptance, as a report names them."""
         given = self.accept_length
         layers = f", {self.draft_layers} layers" if self.speculate == "dflash" else ""
         return {
             "model": f"random weights of {self.shape}",
-            "quantized": describe_quantization(self.quantize, head=self.quantize_head),
+            "quantized": self.quantized,
             "draft": None if self.speculate == "none" else f"random weights{layers}",
             "draft_weights": self.draft_weights,
             "draft_vocabulary": self.draft_vocabulary,
@@ -234,10 +239,3 @@ class RandomModel:
         return replace(
             chosen, why=chosen.why.replace("the checkpoint", "the published checkpoint" if own is None else "the config")
         )
-
-
-def describe_quantization(format: str | None, *, head: bool) -> str | None:
-    """Return the weight format for a report, with a note whether the output head is quantised (``head``); None for
-    unquantized weights.
-    """
-    return format and f"{format}, output head {'too' if head else 'unquantized'}"

@@ -20,8 +20,9 @@ from urllib.request import urlopen
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import child_session
+from outrider_bench.answers import Requests, StreamedAnswer, serve_clients, summarize
 from outrider_bench.child import ChildFailed
-from outrider_bench.http_load import HttpLoad, StreamedAnswer, summarize
+from outrider_bench.http_load import HttpLoad
 from outrider_bench.random_checkpoint import write_configs, write_tokenizer
 from outrider_bench.random_model import RandomModel
 
@@ -36,10 +37,7 @@ _POLL_S = 0.25
 class ServerSetup:
     """The weights, drafts and sizes that each measured server gets."""
 
-    shape: str
-    speculate: str
-    draft_tokens: int
-    accept_length: str | float | None
+    model: RandomModel
     dtype: str | None
     backend: str | None
     max_requests: int
@@ -48,14 +46,8 @@ class ServerSetup:
 
 def make_engine(setup: Mapping[str, Any]) -> Engine:
     """Return the engine that ``setup``, the fields of a :class:`ServerSetup`, describes."""
-    given = ServerSetup(**setup)
-    model = RandomModel(
-        shape=given.shape,
-        speculate=given.speculate,
-        draft_tokens=given.draft_tokens,
-        accept_length=given.accept_length,
-    )
-    return model.load_engine(
+    given = ServerSetup(**{**setup, "model": RandomModel(**setup["model"])})
+    return given.model.load_engine(
         given.backend,
         max_requests=given.max_requests,
         dtype=given.dtype,
@@ -80,33 +72,12 @@ def measure_bare_engine(work: Mapping[str, Any]) -> dict[str, object]:
 
 def run_on_engine(engine: Engine, load: HttpLoad) -> list[StreamedAnswer]:
     """Run the load on an engine in its own thread and return the answers."""
-    from outrider.engine.requests.sampling import SamplingParams
+    vocabulary = min(400, engine.model.config.vocab_size)
 
-    params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
-    answers: list[StreamedAnswer] = []
-    pending: dict[int, tuple[int, int, float, list[float], list[int]]] = {}
+    def requests_of(client: int) -> Requests:
+        return ((load.prompt(client, round_, vocabulary), load.new_tokens) for round_ in range(load.rounds))
 
-    def send(client: int, round_: int) -> None:
-        began = time.time()
-        prompt = load.prompt(client, round_, min(400, engine.model.config.vocab_size))
-        pending[engine.add_request(prompt, params)] = (client, round_, began, [], [])
-
-    for client in range(load.clients):
-        send(client, 0)
-    while pending:
-        outputs = engine.step()
-        now = time.time()
-        for output in outputs:
-            client, round_, began, times, counts = pending[output.request_id]
-            if output.tokens:
-                times.append(now)
-                counts.append(len(output.tokens))
-            if output.finish_reason is not None:
-                del pending[output.request_id]
-                answers.append(StreamedAnswer(began=began, times=tuple(times), tokens=tuple(counts)))
-                if round_ + 1 < load.rounds:
-                    send(client, round_ + 1)
-    return answers
+    return serve_clients(engine, map(requests_of, range(load.clients)))
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
@@ -123,8 +94,8 @@ def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: f
     port = _free_port()
     log = directory / f"{engine}.log"
     with TemporaryDirectory(prefix="outrider-served-") as root, log.open("wb") as output:
-        target, draft = write_configs(setup.shape, Path(root), dtype=setup.dtype or "bfloat16")
-        config = shape_config(setup.shape)
+        target, draft = write_configs(setup.model.shape, Path(root), dtype=setup.dtype or "bfloat16")
+        config = shape_config(setup.model.shape)
         write_tokenizer(target, size=config.vocab_size, max_context=config.max_context)
         command = _own_command(setup, target, port) if engine == "outrider" else _vllm_command(setup, target, draft, port)
         with child_session(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
@@ -175,10 +146,11 @@ def _vllm_command(setup: ServerSetup, target: Path, draft: Path, port: int) -> l
         "max-num-seqs": setup.max_requests,
         "gpu-memory-utilization": 0.85,
     }
-    if setup.speculate == "eagle":
-        rates = None if setup.accept_length is None else acceptance_rates(setup.accept_length, setup.draft_tokens)
+    model = setup.model
+    if model.speculate == "eagle":
+        rates = None if model.accept_length is None else acceptance_rates(model.accept_length, model.draft_tokens)
         synthetic = {} if rates is None else {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
-        drafts = {"method": "eagle", "model": str(draft), "num_speculative_tokens": setup.draft_tokens}
+        drafts = {"method": "eagle", "model": str(draft), "num_speculative_tokens": model.draft_tokens}
         options["speculative-config"] = json.dumps({**drafts, **synthetic})
     given = [item for name, value in options.items() for item in (f"--{name}", str(value))]
     flags = ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]

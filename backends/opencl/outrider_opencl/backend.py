@@ -32,15 +32,7 @@ from outrider.device import (
     Stream,
 )
 from outrider_opencl.command_buffers import CommandBuffer, CommandBufferFunctions, CommandBufferGraph, Recorder
-from outrider_opencl.driver import (
-    OpenCLDevice,
-    Program,
-    Queue,
-    SharedMemory,
-    complete,
-    create_user_event,
-    has_run,
-)
+from outrider_opencl.driver import COMPLETE, OpenCLDevice, Program, Queue, SharedMemory, has_run
 from outrider_opencl.kernels import LAUNCHES, OpenCLKernels
 from outrider_opencl.queueing import Launcher, Queueing, ReadsOutsideOperators
 
@@ -91,13 +83,12 @@ class OpenCLStream(Stream):
             self.queue.copy(destination.data_ptr(), source.data_ptr(), destination.nbytes, (destination, source))
         return True
 
-    def run_kernel(self, name: str, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        """Enqueue the OpenCL kernel of the operator ``name``, which writes ``results``."""
-        short = name.split("::")[1]
-        launch = LAUNCHES[short](arguments, results)
+    def run_kernel(self, name: str, operands: tuple[Any, ...]) -> None:
+        """Enqueue the OpenCL kernel of the operator ``name``, whose ``operands`` end with the new results."""
+        launch = LAUNCHES[name](*operands)
         if launch.size:
-            kernel = self._backend.program.shared_kernel(short)
-            self.queue.run_kernel(kernel, (launch.size,), launch.arguments, (arguments, results))
+            kernel = self._backend.program.shared_kernel(name)
+            self.queue.run_kernel(kernel, (launch.size,), launch.arguments, operands)
 
     def run_elementwise(self, name: str, result: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Return False: torch computes elementwise operators outside of captures."""
@@ -171,7 +162,7 @@ class OpenCLFlag(Flag):
         cast(OpenCLStream, stream).queue.run_on_host(self._raise_up)
 
     def _wait(self, stream: Stream) -> None:
-        waiter, queue = create_user_event(self._opencl), cast(OpenCLStream, stream).queue
+        waiter, queue = cl.UserEvent(self._opencl.context), cast(OpenCLStream, stream).queue
         queue.run_on_host(lambda: self._arrive(waiter))
         queue.wait(waiter)
 
@@ -184,14 +175,14 @@ class OpenCLFlag(Flag):
             if not self._is_up:
                 self._waiters.append(waiter)
                 return
-        complete(waiter)
+        waiter.set_status(COMPLETE)
 
     def _raise_up(self) -> None:
         with self._lock:
             self._is_up = True
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            complete(waiter)
+            waiter.set_status(COMPLETE)
 
     def _lower(self) -> None:
         with self._lock:
@@ -287,8 +278,8 @@ class OpenCLBackend(Backend):
         if self.recorder is not None:
             self.recorder.spin(cycles)
             return
-        end, queue = create_user_event(self.opencl), cast(OpenCLStream, stream).queue
-        queue.run_on_host(threading.Timer(cycles / 1e9, lambda: complete(end)).start)
+        end, queue = cl.UserEvent(self.opencl.context), cast(OpenCLStream, stream).queue
+        queue.run_on_host(threading.Timer(cycles / 1e9, lambda: end.set_status(COMPLETE)).start)
         queue.wait(end)  # a sleeping native kernel would occupy one of the runtime's few threads
 
     # -- memory -------------------------------------------------------------------------------------------------------

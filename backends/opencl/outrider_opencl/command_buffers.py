@@ -127,13 +127,10 @@ class Recorder:
         del destination, source
         return False
 
-    def run_kernel(self, name: str, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        """Record the OpenCL kernel of the operator ``name`` (``namespace::operator``), which reads ``arguments`` and writes
-        ``results``.
-        """
-        short = name.split("::")[1]
-        launch = LAUNCHES[short](arguments, results)
-        self._record(self._backend.program.create_kernel(short), launch.size, launch.arguments)
+    def run_kernel(self, name: str, operands: tuple[Any, ...]) -> None:
+        """Record the OpenCL kernel of the operator ``name``, whose ``operands`` end with the new results."""
+        launch = LAUNCHES[name](*operands)
+        self._record(self._backend.program.create_kernel(name), launch.size, launch.arguments)
 
     def run_elementwise(self, name: str, result: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Record an elementwise kernel. Returns False if there is none for the operator, or for the memory."""

@@ -24,7 +24,7 @@ from outrider.device import BackendLoadError, DeviceFault, OutOfDeviceMemory
 Task = Callable[[], object]
 """A function that the host runs in a queue's order. It references its tensors, so their memory lives until it has run."""
 
-_COMPLETE = cl.command_execution_status.COMPLETE
+COMPLETE = cl.command_execution_status.COMPLETE
 _FINE_GRAIN = cl.device_svm_capabilities.FINE_GRAIN_BUFFER
 _NATIVE = cl.device_exec_capabilities.NATIVE_KERNEL
 _HOW_TO_INSTALL = "install PoCL: pip install 'outrider-opencl[pocl]', or on Debian: apt install pocl-opencl-icd"
@@ -159,7 +159,7 @@ def has_run(event: cl.Event) -> bool:
     status = event.command_execution_status
     if status < 0:
         raise DeviceFault(f"OpenCL: a command was aborted with status {status}; a command that it waited for failed")
-    return bool(status == _COMPLETE)
+    return bool(status == COMPLETE)
 
 
 class Queue:
@@ -301,16 +301,6 @@ class Program:
         if self._built is None:
             self._built = cl.Program(self._device.context, self._source).build()
         return Kernel(self._device.library, cl.Kernel(self._built, name), name)
-
-
-def create_user_event(device: OpenCLDevice) -> cl.UserEvent:
-    """Return a user event: a point that :func:`complete` passes once."""
-    return cl.UserEvent(device.context)
-
-
-def complete(event: cl.UserEvent) -> None:
-    """Complete a user event, so that the commands that wait for it run."""
-    event.set_status(_COMPLETE)
 
 
 _READ_WRITE_FINE_GRAIN = (1 << 0) | (1 << 10)

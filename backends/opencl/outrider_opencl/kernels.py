@@ -172,53 +172,44 @@ def _row_bytes(tensor: Tensor) -> int:
     return tensor[0].numel() * tensor.itemsize if tensor.shape[0] else 0
 
 
-def _gather_rows(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
-    state, rows = args
-    return Launch(rows.shape[0], (state, rows, results[0], _row_bytes(state)))
+def _gather_rows(state: Tensor, rows: Tensor, gathered: Tensor) -> Launch:
+    return Launch(rows.shape[0], (state, rows, gathered, _row_bytes(state)))
 
 
-def _scatter_rows(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
-    del results
-    state, rows, values = args
+def _scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> Launch:
     return Launch(rows.shape[0], (state, rows, values, _row_bytes(state)))
 
 
-def _copy_rows(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
-    del results
-    source, out = args
+def _copy_rows(source: Tensor, out: Tensor) -> Launch:
     size = source.itemsize
     return Launch(source.shape[0], (source, out, source.shape[1] * size, source.stride(0) * size, out.stride(0) * size))
 
 
-def _gather_requests(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
-    del results
-    rows, tables, found = args[0], args[6], args[-1]
-    return Launch(rows.shape[0], (*args, tables.shape[1], found.shape[1], found.stride(0)))
+def _gather_requests(*operands: Any) -> Launch:
+    rows, tables, found = operands[0], operands[6], operands[-1]
+    return Launch(rows.shape[0], (*operands, tables.shape[1], found.shape[1], found.stride(0)))
 
 
-def _place_tokens(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
-    del results
-    lens, tables, *_, positions, slots, seq_lens = args
+def _place_tokens(*operands: Any) -> Launch:
+    lens, tables, *_, positions, slots, seq_lens = operands
     strides = [stride for each in (positions, slots, seq_lens) for stride in each.stride()]
-    return Launch(lens.shape[0], (*args, tables.shape[1], positions.shape[1], seq_lens.shape[1], *strides))
+    return Launch(lens.shape[0], (*operands, tables.shape[1], positions.shape[1], seq_lens.shape[1], *strides))
 
 
-def _publish_accepted(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
-    del results
-    return Launch(args[0].shape[0], (*args, args[2].shape[1], args[6].stride(0)))
+def _publish_accepted(*operands: Any) -> Launch:
+    return Launch(operands[0].shape[0], (*operands, operands[2].shape[1], operands[6].stride(0)))
 
 
-def _place_accepted(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
-    del results
-    return Launch(args[0].shape[0], (*args, args[1].shape[1]))
+def _place_accepted(*operands: Any) -> Launch:
+    return Launch(operands[0].shape[0], (*operands, operands[1].shape[1]))
 
 
-def _verify_chain(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
-    logits, drafts = args[:2]
+def _verify_chain(logits: Tensor, drafts: Tensor, *operands: Any) -> Launch:
+    results = operands[-2:]  # after the probabilities, temperatures, seeds and positions, which only sampling needs
     return Launch(drafts.shape[0], (logits, drafts, *results, drafts.shape[1], logits.shape[-1]))
 
 
-LAUNCHES: Mapping[str, Callable[[tuple[Any, ...], tuple[Tensor, ...]], Launch]] = MappingProxyType(
+LAUNCHES: Mapping[str, Callable[..., Launch]] = MappingProxyType(
     {
         "gather_rows": _gather_rows,
         "scatter_rows": _scatter_rows,

@@ -29,8 +29,8 @@ class Launcher(Protocol):
     def copy(self, destination: Tensor, source: Tensor) -> bool:
         """Enqueue a copy without a native kernel. Returns False if the device can't."""
 
-    def run_kernel(self, name: str, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        """Enqueue the OpenCL kernel of the operator ``name``."""
+    def run_kernel(self, name: str, operands: tuple[Any, ...]) -> None:
+        """Enqueue the OpenCL kernel of the operator ``name``, whose ``operands`` end with the new results."""
 
     def run_elementwise(self, name: str, result: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Enqueue an elementwise kernel for a torch operator. Returns False to run the operator on the host."""
@@ -86,34 +86,31 @@ class Queueing(TorchDispatchMode):
         if kind.written:
             changed = [kwargs.get(which) if isinstance(which, str) else args[which] for which in kind.written]
             if shapes is None or (isinstance(shapes, Tensor) and len(func._schema.returns) == 1 and kind.is_alias):
-                self._launch_in_place(func, held, named, _alias_of(changed[0]))
+                if func is not torch.ops.aten.copy_.default or not self._current().copy(_alias_of(changed[0]), held[1]):
+                    self._launch(func, held, named, [], _alias_of(changed[0]), lambda: func(*held, **named))
                 return None if shapes is None else changed[0]
         results = tree_map(self._allocated, shapes)
-        self._launch(func, held, named, results)
-        return results
-
-    def _launch_in_place(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> None:
-        if func._overloadname == OVERLOAD:
-            self._current().run_kernel(func._schema.name, args, ())
-        elif func is torch.ops.aten.copy_.default and self._current().copy(target, args[1]):
-            pass
-        elif not self._current().run_elementwise(_name_of(func), target, args, kwargs):
-            self._current().run_on_host(_name_of(func), lambda: func(*args, **kwargs))
-
-    def _launch(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         filled = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-        if func._overloadname == OVERLOAD:
-            self._current().run_kernel(func._schema.name, args, tuple(filled))
-            return
-        if isinstance(results, Tensor) and self._current().run_elementwise(_name_of(func), results, args, kwargs):
-            return
 
         def fill() -> None:
-            values = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            values = [leaf for leaf in tree_leaves(func(*held, **named)) if isinstance(leaf, Tensor)]
             for target, value in zip(filled, values, strict=True):
                 target.copy_(value)
 
-        self._current().run_on_host(_name_of(func), fill)
+        self._launch(func, held, named, filled, results, fill)
+        return results
+
+    def _launch(
+        self, func: Any, args: Any, kwargs: Any, results: list[Tensor], target: Any, task: Callable[[], None]
+    ) -> None:
+        """Enqueue the OpenCL kernel of ``func``, which writes ``results``, or an elementwise kernel that writes ``target``,
+        or ``task`` on the host.
+        """
+        launcher, name = self._current(), _name_of(func)
+        if func._overloadname == OVERLOAD:
+            launcher.run_kernel(name, (*args, *results))
+        elif not isinstance(target, Tensor) or not launcher.run_elementwise(name, target, args, kwargs):
+            launcher.run_on_host(name, task)
 
     def _allocated(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -29,11 +29,8 @@ from outrider.device import (
     MemoryInfo,
     Observer,
     Operation,
-    Recompute,
     SpeculativeSync,
-    StepMode,
     Stream,
-    Waiter,
 )
 from outrider_sim.exploration import SimControl
 from outrider_sim.kernels import HostLengthKernels
@@ -64,7 +61,7 @@ class ObserverTap:
 
     def __init__(self, backend: SimBackend, observer: Observer) -> None:
         self._backend = backend
-        self._observer = observer
+        self.observer = observer
         self.timeline = getattr(observer, "ran", None)
 
     def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
@@ -72,7 +69,7 @@ class ObserverTap:
         if op.kind > OperationKind.COPY:
             return
         op.report = Operation(op.name, stream.name or stream.label, index, op.accesses, op.line)
-        self._observer.launched(op.report)
+        self.observer.launched(op.report)
 
     def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
         """Report the virtual start and end of an operation, for observers that draw timelines."""
@@ -83,40 +80,32 @@ class ObserverTap:
         """Report that the host waited for a stream inside a torch call."""
         for candidate in self._backend.streams:
             if candidate.native is stream:
-                self._observer.stream_synchronized(candidate)
+                self.observer.stream_synchronized(candidate)
 
     def allocated(self, allocation: Any, previous: int | None) -> None:
         """Report a new allocation, and the previous allocation of its address."""
         if isinstance(allocation, HostAllocation):
-            self._observer.allocated(allocation.id, allocation.nbytes, "host", allocation.line)
+            self.observer.allocated(allocation.id, allocation.nbytes, "host", allocation.line)
             return
         stream = allocation.stream
-        self._observer.allocated(allocation.id, allocation.nbytes, stream.name or stream.label, allocation.line)
+        self.observer.allocated(allocation.id, allocation.nbytes, stream.name or stream.label, allocation.line)
         if previous is not None:
-            self._observer.address_reused(allocation.id, previous)
+            self.observer.address_reused(allocation.id, previous)
 
     def shared(self, allocation: Any, stream: StreamQueue) -> None:
         """Report that an allocation's reuse also waits for another stream."""
-        self._observer.memory_shared(allocation.id, stream.name or stream.label)
+        self.observer.memory_shared(allocation.id, stream.name or stream.label)
 
     def freed(self, allocation: Any) -> None:
         """Report a freed allocation with the stream that allocated it."""
         host = isinstance(allocation, HostAllocation)
-        self._observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
-
-    def host_accessed(self, access: Access, line: Any) -> None:
-        """Report that a host thread reads or writes pinned memory."""
-        self._observer.host_accessed(access, line)
-
-    def remapped(self, allocation: Any) -> None:
-        """Report that other pages lie under an allocation's addresses."""
-        self._observer.memory_remapped(allocation.id)
+        self.observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
         """Report the rows that an operation accesses."""
         del stream, index
         if op.report is not None:
-            self._observer.rows_touched(op.report, op.rows())
+            self.observer.rows_touched(op.report, op.rows())
 
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -127,15 +116,8 @@ class SimSync(SpeculativeSync):
 
     def __init__(self, backend: SimBackend) -> None:
         super().__init__(backend)
-        like = backend.sim.options.like
-        self.step_modes = frozenset({StepMode.STAGED} if like.exact_host_lengths else StepMode)
-        self.published_waiter = Waiter.HOST if like.host_wait_for_published else Waiter.STREAM
-        self.exact_host_lengths = like.exact_host_lengths
-        self.results_on_forward = like.results_on_forward
-        self.rebind_params = like.updates_graph_params
-        if like.recompute_mrope:
-            self.recompute_after_join = frozenset({Recompute.MROPE_POSITIONS})
-            self.refresh_before_replay = frozenset({"rope_positions"})
+        for name, value in backend.sim.options.like.sync.items():
+            setattr(self, name, value)
 
 
 def _capabilities(options: SimOptions) -> Capabilities:
@@ -180,7 +162,7 @@ class SimBackend(Backend):
             "sim",
             torch.device(options.name, ordinal),
             capabilities=_capabilities(options),
-            kernels=HostLengthKernels if like.exact_host_lengths else KernelSet(),
+            kernels=HostLengthKernels if like.sync.get("exact_host_lengths") else KernelSet(),
             speculative_sync=SimSync,
         )
         self.sim = SimDeviceState(options, first, ordinal)

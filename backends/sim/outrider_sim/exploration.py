@@ -300,7 +300,7 @@ class SimControl:
         Each thread starts on the caller's current stream. Raises the error of the thread that failed first.
         """
         with self._backend.as_current():
-            self._scheduler.hosts.run_threads(*bodies)
+            self._scheduler.run_threads(*bodies)
 
     def yield_(self) -> None:
         """Add a point of the schedule to host code, at which another thread or a stream may run."""

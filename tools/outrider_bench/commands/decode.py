@@ -25,6 +25,7 @@ from outrider.cli.options.rank_processes import (
 )
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError, ConfigError
+from outrider_bench.mixed_load import token_ids
 from outrider_bench.options import (
     BatchOption,
     MeasuredEngineOptions,
@@ -198,7 +199,7 @@ def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int
     """
     if not engine.has_tokenizer:
         vocabulary = engine.model.config.vocab_size
-        return [[(97 * i + 31 * j) % vocabulary for j in range(prompt_tokens)] for i in range(batch)]
+        return [token_ids(number, prompt_tokens, vocabulary) for number in range(batch)]
     text = Path(textwrap.__file__).read_text(encoding="utf-8")
     tokens = engine.tokenizer.encode(text, special_tokens=False)
     tokens = tokens * (1 + (prompt_tokens + batch * 97) // len(tokens))

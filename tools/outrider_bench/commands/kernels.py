@@ -124,7 +124,7 @@ def _cases(
     device: Backend, stream: Stream, decoder: DecoderShape, sizes: list[int], dtype: torch.dtype, quantized: list[str]
 ) -> Iterator[TimedKernelCase]:
     """Yield the timed cases: products with weights in the formats of ``quantized``, or without formats all other kernels."""
-    from outrider_bench.kernel_cases import kernel_cases, product_cases, quantized_cases
+    from outrider_bench.kernel_cases import kernel_cases, product_cases
 
     def placed(cases: Iterator[TimedKernelCase]) -> Iterator[TimedKernelCase]:
         while True:
@@ -135,16 +135,16 @@ def _cases(
             stream.synchronize()
             yield case
 
-    for name in quantized:
+    formats: list[str | None] = list(quantized) or [None]
+    for format in formats:
         for count in sizes:
             yield from placed(
-                quantized_cases(name, decoder, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device)
+                product_cases(
+                    decoder, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device, format=format
+                )
             )
-    if quantized:
-        return
-    for count in sizes:
-        yield from placed(product_cases(decoder, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device))
-    yield from placed(kernel_cases(decoder, dtype=dtype, device=device.device))
+    if not quantized:
+        yield from placed(kernel_cases(decoder, dtype=dtype, device=device.device))
 
 
 def _microseconds(device: Backend, stream: Stream, case: TimedKernelCase, kernels: KernelSet) -> float:

@@ -9,7 +9,8 @@ from rich.console import Console
 from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import JsonOption
 from outrider.cli.terminal.report import CommandReport
-from outrider_bench.mixed_load import Arrivals, serve_on_engine, token_ids
+from outrider_bench.answers import StreamedAnswer, serve_clients
+from outrider_bench.mixed_load import latencies, token_ids
 from outrider_bench.options import MeasuredEngineOptions, MixedLoadOptions, check_context, print_acceptance
 
 if TYPE_CHECKING:
@@ -44,25 +45,23 @@ def mixed(
     check_context(engine, f"a request of --prompts {prompt} and --outputs {output} tokens", prompt + output)
     _serve_load(engine, load.lengths[: -(-load.requests // _WARM_UP_DIVISOR)], first=load.requests)
     known = sum(engine.model.kernels.compiled().values())
-    found = _serve_load(engine, load.lengths, first=0)
+    answers = _serve_load(engine, load.lengths, first=0)
     data: dict[str, Any] = {
         **described,
         "load": load.describe(),
-        **found.summary(),
+        **latencies(answers),
         "kernels_compiled_since": sum(engine.model.kernels.compiled().values()) - known,
     }
     return CommandReport(data=data, render=lambda console: _render(console, data))
 
 
-def _serve_load(engine: Engine, lengths: list[tuple[int, int]], *, first: int) -> Arrivals:
+def _serve_load(engine: Engine, lengths: list[tuple[int, int]], *, first: int) -> list[StreamedAnswer]:
     """Run the requests of a load; ``first`` is the number of the first prompt. Prompts of different
     numbers share no prefix.
     """
     vocabulary = engine.model.config.vocab_size
-    prompts = [token_ids(first + number, prompt, vocabulary) for number, (prompt, _) in enumerate(lengths)]
-    arrivals = Arrivals()
-    serve_on_engine(engine, prompts, [count for _, count in lengths], arrivals.record_tokens)
-    return arrivals
+    sized = enumerate(lengths, first)
+    return serve_clients(engine, [[(token_ids(number, prompt, vocabulary), count)] for number, (prompt, count) in sized])
 
 
 def _render(console: Console, data: dict[str, Any]) -> None:

@@ -194,13 +194,11 @@ class PeerWorkOptions(RandomWeightOptions):
         if "mixed" in measured:
             concurrent = max(concurrent, min(mixed.requests, 128))
         work = PeerWork(
-            shape=self.shape,
+            model=self.random_model(self.shape, "eagle"),
             dtype=self.dtype,
             batches=batches,
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
-            draft_tokens=self.draft_tokens,
-            accept_length=self.accept_length,
             rates=acceptance_rates(self.accept_length, self.draft_tokens),
             device=device,
             phases=measured,
@@ -212,10 +210,6 @@ class PeerWorkOptions(RandomWeightOptions):
             max_context=self.max_context,
             memory=self.memory or (0.85 if engines == 1 else round(0.9 / engines, 3)),
             keep=None if self.keep is None else str(self.keep.absolute()),
-            quantize=self.quantize,
-            quantize_head=self.lm_head,
-            draft_weights=self.draft_weights,
-            draft_vocabulary=self.draft_vocabulary,
         )
         tokens, whose = work.longest
         room = min(self.max_context or work.shape_context, work.shape_context)
@@ -301,14 +295,16 @@ def peers(
     registry = Registry()
     spec = registry.select(options.backend, backend_from_environment())
     work = options.make_work(load.load(), device=str(registry.create(spec).device), engines=len(chosen) if repeat > 1 else 1)
+    model = work.model
     groups = _engine_groups(chosen, kinds, repeat)
     found = [each for group in groups for each in group]
     data: dict[str, object] = {
-        **{name: value for name, value in asdict(work).items() if name != "load"},
+        **{name: value for name, value in asdict(work).items() if name not in ("model", "load")},
+        **{name: value for name, value in asdict(model).items() if name not in ("speculate", "draft_layers")},
         **asdict(work.load),
         "backend": str(spec),
-        "quantized": work.quantized,
-        "acceptance": describe_acceptance(work.accept_length, work.draft_tokens),
+        "quantized": model.quantized,
+        "acceptance": describe_acceptance(options.accept_length, model.draft_tokens),
         "repeat": repeat,
         "mixed": work.load.describe() if "mixed" in work.phases else None,
     }
@@ -339,7 +335,7 @@ def peers(
                 reached = f"interrupted at {where}, after {done} of {len(found)} measurements"
                 raise Interrupted(reached, describe(), _renderer(describe()) if done else None) from None
     result = describe()
-    code = 0 if plot is None else write_plot(plot, _draw(found, work.phases, f"{work.shape}, {work.dtype}"), result)
+    code = 0 if plot is None else write_plot(plot, _draw(found, work.phases, f"{model.shape}, {work.dtype}"), result)
     return CommandReport(data=result, render=_renderer(result), exit_code=code)
 
 
@@ -370,24 +366,16 @@ def _renderer(data: dict[str, Any]) -> Callable[[Console], None]:
     return lambda console: render_engines(console, data)
 
 
+@dataclass(frozen=True, slots=True)
 class _PeerRace:
     """A measurement of engines that are open at the same time and take turns."""
 
-    def __init__(
-        self,
-        work: PeerWork,
-        spec: BackendSpec,
-        options: Mapping[str, object],
-        vllm: VllmOptions,
-        limit_s: float,
-        report_progress: Callable[[str], None],
-    ) -> None:
-        self._work = work
-        self._spec = spec
-        self._options = options
-        self._vllm = vllm
-        self._limit_s = limit_s
-        self._report_progress = report_progress
+    work: PeerWork
+    spec: BackendSpec
+    options: Mapping[str, object]
+    vllm: VllmOptions
+    limit_s: float
+    report_progress: Callable[[str], None]
 
     def measure_group(self, group: list[EngineRuns], repeat: int, show_progress: ProgressCallback) -> None:
         """Open the engines, measure every case ``repeat`` times, all cases once before any case twice, and close
@@ -409,7 +397,7 @@ class _PeerRace:
                     self._measure_case(each, opened, phase, case)
 
     def _cases(self) -> list[tuple[str, Any]]:
-        work = self._work
+        work = self.work
         cases: list[tuple[str, Any]] = []
         for phase in work.phases:
             of_phase: dict[str, tuple[Any, ...]] = {
@@ -423,40 +411,40 @@ class _PeerRace:
         return cases
 
     def _open(self, each: EngineRuns, stack: ExitStack) -> ChildSession | None:
-        vllm = self._vllm if each.engine == "vllm" else None
+        vllm = self.vllm if each.engine == "vllm" else None
         if not (each.engine == OURS or (find_spec(each.engine) if vllm is None else vllm.can_start())):
             each.status = "not installed"
             return None
         variables = {} if vllm is None else vllm.variables()
         log = None
-        if self._work.keep is not None:
-            keep = Path(self._work.keep)
+        if self.work.keep is not None:
+            keep = Path(self.work.keep)
             keep.mkdir(parents=True, exist_ok=True)
             variables |= {name: str(keep / name.lower()) for name in _CACHE_VARIABLES}
             log = keep / f"{each.engine}-{each.speculate}.log"
-        given = {**asdict(self._work), "speculate": each.speculate, "backend": str(self._spec), "options": self._options}
+        given = {**asdict(self.work), "speculate": each.speculate, "backend": str(self.spec), "options": self.options}
         module = f"outrider_bench.peers.{each.engine}"
         python = sys.executable if vllm is None else str(vllm.vllm_python or sys.executable)
-        session = open_session(module, given, variables=variables, limit_s=self._limit_s, log=log, python=python)
+        session = open_session(module, given, variables=variables, limit_s=self.limit_s, log=log, python=python)
         try:
             opened = stack.enter_context(session)
         except ChildFailed as error:
             each.status = f"failed: {error}"
-            self._report_progress(f"{each.engine}, {each.speculate}: {each.status}")
+            self.report_progress(f"{each.engine}, {each.speculate}: {each.status}")
             return None
         each.status, each.about = "measured", opened.about
-        self._report_progress(f"{each.engine}, {each.speculate}: started, {_format_numbers(opened.about)}")
+        self.report_progress(f"{each.engine}, {each.speculate}: started, {_format_numbers(opened.about)}")
         return opened
 
     def _measure_case(self, each: EngineRuns, opened: ChildSession, phase: str, case: Any) -> None:
         try:
-            answer = opened.ask({"phase": phase, "case": case}, limit_s=self._limit_s)
+            answer = opened.ask({"phase": phase, "case": case}, limit_s=self.limit_s)
         except ChildFailed as error:
             each.failures[phase, case] = str(error)
-            self._report_progress(f"{each.engine}, {each.speculate}: {phase} {case} failed: {error}")
+            self.report_progress(f"{each.engine}, {each.speculate}: {phase} {case} failed: {error}")
             return
         each.runs.setdefault((phase, case), []).append(answer)
-        self._report_progress(f"{each.engine}, {each.speculate}: {phase} {case}: {_format_numbers(answer)}")
+        self.report_progress(f"{each.engine}, {each.speculate}: {phase} {case}: {_format_numbers(answer)}")
 
 
 def _format_numbers(figures: Mapping[str, object]) -> str:

@@ -30,8 +30,9 @@ from outrider.cli.options.option_values import (
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import CommandReport, note
 from outrider.device.errors import ConfigError
+from outrider_bench.answers import summarize
 from outrider_bench.child import ChildFailed, run_child
-from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vllm_bench, summarize
+from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vllm_bench
 from outrider_bench.options import (
     SIZES,
     AcceptLengthOption,
@@ -67,15 +68,18 @@ class ServerModelOptions:
     def make_setup(self, speculate: str, max_requests: int, *, prompt_tokens: int, new_tokens: int) -> ServerSetup:
         """Return the setup of each server. Raises :class:`ConfigError` for requests that exceed the context."""
         from outrider.model.config.shapes import shape_config
+        from outrider_bench.random_model import RandomModel
         from outrider_bench.servers import ServerSetup
 
         config = shape_config(self.shape)
         check_lengths(config, self.shape, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
         return ServerSetup(
-            shape=self.shape,
-            speculate=speculate,
-            draft_tokens=self.draft_tokens,
-            accept_length=self.accept_length if speculate == "eagle" else None,
+            model=RandomModel(
+                shape=self.shape,
+                speculate=speculate,
+                draft_tokens=self.draft_tokens,
+                accept_length=self.accept_length if speculate == "eagle" else None,
+            ),
             dtype=self.dtype,
             backend=self.backend,
             max_requests=max_requests,
@@ -156,7 +160,9 @@ def serve(
     with TemporaryDirectory(prefix="outrider-bench-") as directory:
         where = logs or Path(directory)
         found = [_measured(name, setup, load, sizes, where, limit, generator) for name in names]
-    return _report({**data, **asdict(setup), "engines": found})
+    sizes_of = {name: value for name, value in asdict(setup).items() if name != "model"}
+    drafts = {name: getattr(setup.model, name) for name in ("speculate", "draft_tokens", "accept_length")}
+    return _report({**data, **drafts, **sizes_of, "engines": found})
 
 
 def _measured(

@@ -110,27 +110,19 @@ def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], rates: Sequence[
 
     base = {"engine": theirs["engine"], "speculate": theirs["speculate"]}
     found: list[dict[str, Any]] = []
-    for phase, rows, name in (("decode", "results", "batch"), ("context", "context", "prompt_tokens")):
+    for phase, (rows, name, _, figures) in _TABLES.items():
         by_case = {row[name]: row for row in theirs[rows]}
         for row in ours[rows]:
             other = by_case.get(row[name])
-            if other is not None:
-                found.append(
-                    base
-                    | {
-                        "phase": phase,
-                        "case": row[name],
-                        "ratio": row["tokens_per_s"] / other["tokens_per_s"],
-                        "at_equal_acceptance": rate(row) / rate(other),
-                    }
-                )
-    for phase, name, time in (("prefill", "prompt_tokens", "first_token_ms"), ("batch_prefill", "prompts", "seconds")):
-        by_case = {row[name]: row for row in theirs[phase]}
-        for row in ours[phase]:
-            other = by_case.get(row[name])
-            if other is not None:
-                ratio = other[time] / row[time]
-                found.append(base | {"phase": phase.replace("_", "-"), "case": row[name], "ratio": ratio})
+            if other is None:
+                continue
+            if "tokens_per_s" in figures:
+                equal = rate(row) / rate(other)
+                ratios = {"ratio": row["tokens_per_s"] / other["tokens_per_s"], "at_equal_acceptance": equal}
+            else:
+                time = next(iter(figures))
+                ratios = {"ratio": other[time] / row[time]}
+            found.append(base | {"phase": phase, "case": row[name], **ratios})
     if ours["mixed"] and theirs["mixed"]:
         ratio = ours["mixed"]["tokens_per_s"] / theirs["mixed"]["tokens_per_s"]
         found.append(base | {"phase": "mixed", "case": None, "ratio": ratio})
@@ -207,7 +199,10 @@ _TABLES: Mapping[str, tuple[str, str, str, Mapping[str, str]]] = {
     "prefill": ("prefill", "prompt_tokens", "prompt", {"first_token_ms": "first token, ms"}),
     "batch-prefill": ("batch_prefill", "prompts", "prompts", {"seconds": "s", "prompt_tokens_per_s": "prompt tokens/s"}),
 }
-"""For each phase the key of its results, the key and heading of a case, and the headings of its figures by key."""
+"""For each phase the key of its results, the key and heading of a case, and the headings of its figures by key.
+
+Without tokens a second among the figures, the first one is the time by which engines are compared.
+"""
 
 
 def _render_phase(

@@ -17,8 +17,9 @@ from typing import Any
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import end_with_parent
+from outrider_bench.answers import StreamedAnswer
 from outrider_bench.child import ChildFailed
-from outrider_bench.mixed_load import Arrivals, Arrived, token_ids
+from outrider_bench.mixed_load import latencies, token_ids
 from outrider_bench.peers.work import PeerWork
 
 _WARM_TOKENS = 16
@@ -60,12 +61,12 @@ class Peer(ABC):
         """Return the totals of draft tokens so far; None without drafts."""
         return None
 
-    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Generate ``counts[i]`` tokens for prompt i, and call ``arrived(request, number of tokens)`` for each output.
+    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[StreamedAnswer]:
+        """Generate ``counts[i]`` tokens for prompt i, all prompts at once, and return the answers.
 
         Raises :class:`ChildFailed` for an engine without streams.
         """
-        del prompts, counts, arrived
+        del prompts, counts
         raise ChildFailed(f"times between tokens aren't measured with {type(self).__name__}")
 
     def limit_ms(self, batch: int, context: float) -> float | None:
@@ -160,11 +161,11 @@ class PeerRuns:
 
     def _latency(self) -> dict[str, object]:
         prompts, counts = self._load()
-        arrivals = Arrivals()
-        self._peer.stream(prompts, counts, arrivals.record_tokens)
-        if arrivals.tokens != sum(counts):
-            raise ChildFailed(f"asked for {sum(counts)} new tokens, got {arrivals.tokens}: that isn't the same work")
-        return arrivals.summary()
+        answers = self._peer.stream(prompts, counts)
+        found = sum(sum(each.tokens) for each in answers)
+        if found != sum(counts):
+            raise ChildFailed(f"asked for {sum(counts)} new tokens, got {found}: that isn't the same work")
+        return latencies(answers)
 
     def _load(self) -> tuple[list[list[int]], list[int]]:
         lengths = self._work.load.lengths

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from outrider_bench.mixed_load import Arrived, serve_on_engine
+from outrider_bench.answers import StreamedAnswer, serve_clients
 from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
 from outrider_bench.peers.work import PeerWork
 
@@ -43,9 +44,9 @@ class OutriderPeer(Peer):
         passed = stats.verified_tokens - stats.request_iterations
         return DraftCounts(stats.request_iterations, stats.drafted_tokens, passed) if self._drafts else None
 
-    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Run the engine step by step for all prompts, and call ``arrived(request, number of tokens)`` for each output."""
-        serve_on_engine(self._engine, prompts, counts, arrived)
+    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[StreamedAnswer]:
+        """Run the engine step by step for all prompts, and return the answers."""
+        return serve_clients(self._engine, [[request] for request in zip(prompts, counts, strict=True)])
 
     def limit_ms(self, batch: int, context: float) -> float | None:
         """Return the limit of an iteration by its bytes and operations, in milliseconds; None if the bytes are unknown."""
@@ -61,19 +62,10 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
     ``options``: ``mode`` and ``prefill_chunk`` (None: the engine chooses), and ``tune_seconds``, the limit of tuning.
     """
     from outrider.cli.options.models import given_settings
-    from outrider_bench.random_model import RandomModel
 
     drafts = speculate != "none"
-    model = RandomModel(
-        shape=work.shape,
-        speculate=speculate,
-        draft_tokens=work.draft_tokens,
-        accept_length=work.accept_length if drafts else None,
-        quantize=work.quantize,
-        quantize_head=work.quantize_head,
-        draft_weights=work.draft_weights if drafts else None,
-        draft_vocabulary=work.draft_vocabulary if drafts else None,
-    )
+    drafting: dict[str, Any] = {} if drafts else dict.fromkeys(("accept_length", "draft_weights", "draft_vocabulary"))
+    model = replace(work.model, speculate=speculate, **drafting)
     found: list[PreparedKernels] = []
     engine = model.load_engine(
         backend,

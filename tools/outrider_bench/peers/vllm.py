@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from outrider_bench.answers import StreamedAnswer
 from outrider_bench.child import ChildFailed
-from outrider_bench.mixed_load import Arrived
 from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
 from outrider_bench.peers.work import PeerWork, cache_bytes, checkpoint_configs
 
@@ -54,21 +55,23 @@ class VllmPeer(Peer):
         verified, drafted, passed = (float(value or 0) for value in found)
         return DraftCounts(verified, drafted, passed)
 
-    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Run the loop of ``LLM.generate`` for all prompts, and call ``arrived(request, number of tokens)`` when an output
-        arrives.
-        """
+    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[StreamedAnswer]:
+        """Run the loop of ``LLM.generate`` for all prompts, and return the answers."""
         kinds = import_module("vllm.sampling_params").RequestOutputKind
         engine = self._engine.llm_engine
+        began = time.time()
+        answers: dict[str, StreamedAnswer] = {}
         for prompt, count in zip(prompts, counts, strict=True):
             self._number += 1
             params = self._params(count, output_kind=kinds.DELTA)
+            answers[f"stream-{self._number}"] = StreamedAnswer(began=began)
             engine.add_request(f"stream-{self._number}", {"prompt_token_ids": list(prompt)}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens = len(output.outputs[0].token_ids)
                 if tokens:
-                    arrived(output.request_id, tokens)
+                    answers[output.request_id].add_output(tokens)
+        return list(answers.values())
 
 
 def open_peer(work: PeerWork, speculate: str, directory: Path, asked: Mapping[str, object] | None = None) -> VllmPeer:
@@ -95,12 +98,12 @@ def open_peer(work: PeerWork, speculate: str, directory: Path, asked: Mapping[st
         options["speculative_config"] = {
             "method": speculate,
             "model": str(target if speculate == "mtp" else draft),
-            "num_speculative_tokens": work.draft_tokens,
+            "num_speculative_tokens": work.model.draft_tokens,
             "rejection_sample_method": "synthetic",
             **_acceptance(work),
         }
     engine = vllm.LLM(**options | dict(asked or {}))
-    return VllmPeer(vllm, engine, drafts=drafts, quantized=work.quantized, asked=asked)
+    return VllmPeer(vllm, engine, drafts=drafts, quantized=work.model.quantized, asked=asked)
 
 
 def _acceptance(work: PeerWork) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_checkpoint import write_configs
-from outrider_bench.random_model import describe_quantization
+from outrider_bench.random_model import RandomModel
 
 PHASES = ("decode", "prefill", "batch-prefill", "mixed", "context")
 _CACHE_MARGIN = 1.1
@@ -20,7 +20,8 @@ _VOCABULARY = 400
 class PeerWork:
     """Random weights of a shape and the work of each phase, the same for all engines."""
 
-    shape: str
+    model: RandomModel
+    """The weights and the synthetic acceptance, with an EAGLE draft; an engine replaces the proposer by the measured one."""
     dtype: str
     batches: tuple[int, ...]
     """Batch sizes of ``decode``."""
@@ -28,9 +29,6 @@ class PeerWork:
     """Prompt length of ``decode``."""
     new_tokens: int
     """New tokens of each request of ``decode`` and ``context``."""
-    draft_tokens: int
-    accept_length: str | float
-    """Synthetic acceptance: a mean number of tokens an iteration, or ``HEAD:KIND``."""
     rates: tuple[float, ...]
     """For each draft token the chance that it and all before it are accepted."""
     device: str
@@ -51,29 +49,17 @@ class PeerWork:
     """Fraction of the device's memory, for an engine that takes a fraction."""
     keep: str | None = None
     """Directory for compiled kernels of the engines; None: a temporary directory."""
-    quantize: str | None = None
-    """Format of the layers' quantized weights, also of the draft's; None: unquantized."""
-    quantize_head: bool = False
-    """True if the output head also has the format of ``quantize``."""
-    draft_weights: str | None = None
-    """Format of the weights that this project's draft reads, as ``--draft-weights`` names it; None: the engine chooses."""
-    draft_vocabulary: str | None = None
-    """Tokens that this project's draft samples from, in the form of ``--draft-vocabulary``; None: all."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PeerWork:
         """Return the work that a child process gets as JSON."""
-        fields = {name: _list_to_tuple(content[name]) for name in cls.__slots__ if name != "load"}
-        return cls(**fields, load=MixedLoad(**{name: _list_to_tuple(value) for name, value in content["load"].items()}))
-
-    @property
-    def quantized(self) -> str | None:
-        """The format of the weights as a report names it; None for unquantized weights."""
-        return describe_quantization(self.quantize, head=self.quantize_head)
+        fields = {name: _list_to_tuple(content[name]) for name in cls.__slots__ if name not in ("model", "load")}
+        load = {name: _list_to_tuple(value) for name, value in content["load"].items()}
+        return cls(**fields, model=RandomModel(**content["model"]), load=MixedLoad(**load))
 
     @property
     def _draft_room(self) -> int:
-        return 2 * (self.draft_tokens + 1)
+        return 2 * (self.model.draft_tokens + 1)
 
     @property
     def longest(self) -> tuple[int, str]:
@@ -92,7 +78,7 @@ class PeerWork:
         """Maximum context of a model of this shape."""
         from outrider.model.config.shapes import shape_config
 
-        return shape_config(self.shape).max_context
+        return shape_config(self.model.shape).max_context
 
     @property
     def context(self) -> int:
@@ -119,7 +105,7 @@ class PeerWork:
         """Number of different token ids in prompts. Any number serves, because the weights are random."""
         from outrider.model.config.shapes import shape_config
 
-        return min(_VOCABULARY, shape_config(self.shape).vocab_size)
+        return min(_VOCABULARY, shape_config(self.model.shape).vocab_size)
 
 
 def _list_to_tuple(value: Any) -> Any:
@@ -131,9 +117,10 @@ def checkpoint_configs(work: PeerWork, directory: Path) -> tuple[Path, Path]:
 
     The same work has the same directories, since engines find compiled kernels by the name of a directory.
     """
-    quantized = [] if work.quantize is None else [work.quantize, *(["head"] if work.quantize_head else [])]
-    root = directory / "-".join([*Path(work.shape).parts[-2:], work.dtype, *quantized]).replace("/", "")
-    return write_configs(work.shape, root, dtype=work.dtype, quantize=work.quantize, quantize_head=work.quantize_head)
+    model = work.model
+    quantized = [] if model.quantize is None else [model.quantize, *(["head"] if model.quantize_head else [])]
+    root = directory / "-".join([*Path(model.shape).parts[-2:], work.dtype, *quantized]).replace("/", "")
+    return write_configs(model.shape, root, dtype=work.dtype, quantize=model.quantize, quantize_head=model.quantize_head)
 
 
 def cache_bytes(work: PeerWork, *, drafts: bool) -> int:
@@ -145,11 +132,11 @@ def cache_bytes(work: PeerWork, *, drafts: bool) -> int:
     from outrider.engine.config import DTYPES
     from outrider.model.config.shapes import shape_config
 
-    shape = shape_config(work.shape)
+    shape = shape_config(work.model.shape)
     dtype = DTYPES[work.dtype]
     layers = len(shape.attention_layers) + (1 if drafts else 0)
     cached = work.cached_tokens * 2 * layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
     if shape.recurrent is None:
         return cached
-    states = 2 + (work.draft_tokens if drafts else 0)
+    states = 2 + (work.model.draft_tokens if drafts else 0)
     return cached + round(_CACHE_MARGIN * work.max_requests * states * shape.recurrent.state_bytes(dtype))

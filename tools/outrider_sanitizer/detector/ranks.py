@@ -126,7 +126,6 @@ class Decided:
     name: str
     value: Decision
     location: str
-    thread: str
     rank: int
     number: int
 
@@ -370,7 +369,7 @@ class RankClocks:
         state = self._state(group)
         log = state.decisions.setdefault(group.rank, [])
         rank = group.ranks[group.rank]
-        mine = Decided(name, value, location, threading.current_thread().name, rank, len(log) + 1)
+        mine = Decided(name, value, location, rank, len(log) + 1)
         log.append(mine)
         if state.differs:
             return

@@ -151,18 +151,13 @@ class StreamOrdering(Actors):
 
     def _access(self, point: Point, accesses: tuple[Access, ...] | list[Access]) -> None:
         awaited = False
-        shadows = self.memory.shadows
-        listener = self.listener
         for access in accesses:
             if access.by_rows and self.rows_follow:
                 awaited = True
                 if access.write:
                     self.memory.shadow(access.storage).promised += 1
                 continue
-            shadow = shadows.get(access.storage) or self.memory.shadow(access.storage)
-            if listener.read is not None and not access.write:
-                listener.read(point, access, shadow)
-            shadow.touch(point, access, listener)
+            self.touch(point, access, self.memory.shadow(access.storage))
         if awaited:
             self._await_rows(point)
 

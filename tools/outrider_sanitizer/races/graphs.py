@@ -27,12 +27,11 @@ def _graph(backend: Backend, stream: Stream, size: int = 4) -> tuple[Graph, Tens
     FindingKind.WRITE_AFTER_READ,
     names=("record an event on 'forward' after replay 1 of graph 'verify'", "make 'plan' wait"),
 )
-def input_overwritten(backend: Backend, fixed: bool) -> None:
+def input_overwritten(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """A graph's static input is written while a replay reads it.
 
     Plan fills the static input for the next replay while the last one runs.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     graph, x, y = _graph(backend, forward)
     order(forward, plan)
     graph.replay(forward)
@@ -46,12 +45,11 @@ def input_overwritten(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.WRITE_AFTER_READ, names=("event 'shared_reads_done'", "after replay 1 of graph 'verify'"))
-def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
+def fence_before_the_replay(backend: Backend, fixed: bool, forward: Stream, schedule: Stream) -> None:
     """A fence recorded before a replay doesn't cover the replay.
 
     The fence says that shared rows have been read, and the replay after it reads the rows again.
     """
-    forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
     reads_done = backend.create_event("shared_reads_done")
     graph, x, y = _graph(backend, forward)
     with backend.on(forward):
@@ -69,12 +67,11 @@ def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.STALE_OUTPUT, names=("output 'y' of graph 'verify'",), visible=False)
-def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
+def output_after_the_next_replay(backend: Backend, fixed: bool, forward: Stream) -> None:
     """A view of a graph's output is read after the graph has run again.
 
     The program keeps a view of the output; the next replay overwrites the bytes of the view.
     """
-    forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
     with backend.on(forward):
         graph.replay(forward)
@@ -86,12 +83,11 @@ def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.REUSE, names=("graph 'verify'",), visible=False)
-def captured_address(backend: Backend, fixed: bool) -> None:
+def captured_address(backend: Backend, fixed: bool, forward: Stream) -> None:
     """A graph reads the address that it captured, and not the new tensor of the same name.
 
     Metadata is rebuilt in new memory, and the graph reads the memory of the tensor that was captured.
     """
-    forward = backend.create_stream("forward")
     table = filled(backend, forward, 1.0)
     y = filled(backend, forward, 0.0)
 
@@ -111,12 +107,11 @@ def captured_address(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.STALE_PADDING, names=("input 'x'", "bytes 8 to 16"), visible=False)
-def stale_padding(backend: Backend, fixed: bool) -> None:
+def stale_padding(backend: Backend, fixed: bool, forward: Stream) -> None:
     """A graph reads rows of an earlier, larger batch as padding.
 
     A batch of two follows a batch of four: the graph still reads four rows.
     """
-    forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
     for batch in (4, 2):
         with backend.on(forward):
@@ -129,12 +124,11 @@ def stale_padding(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.STALE, names=("a new batch begins",), visible=False)
-def marked_over(backend: Backend, fixed: bool) -> None:
+def marked_over(backend: Backend, fixed: bool, forward: Stream) -> None:
     """Contents that the program declared stale are read.
 
     A buffer that was marked as stale is read before it is written again.
     """
-    forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
     backend.mark_stale(x, "a new batch begins")
     with backend.on(forward):
@@ -154,12 +148,11 @@ def _parametrised(backend: Backend, stream: Stream) -> tuple[Graph, Tensor]:
 
 
 @race(RACES, FindingKind.NOT_REBOUND, names=("update_params('lengths')",), visible=False, needs="updates_graph_params")
-def not_rebound(backend: Backend, fixed: bool) -> None:
+def not_rebound(backend: Backend, fixed: bool, forward: Stream) -> None:
     """A host parameter of a graph is older than the value that it mirrors.
 
     The lengths have grown, and the graph still has the lengths of the previous step.
     """
-    forward = backend.create_stream("forward")
     lengths = filled(backend, forward, 1.0)
     graph, y = _parametrised(backend, forward)
     backend.mark_mirror((graph, "lengths"), lengths)
@@ -173,12 +166,11 @@ def not_rebound(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.REBIND, names=("host parameter 'lengths'", "make 'update' wait"), needs="updates_graph_params")
-def rebound_during_a_replay(backend: Backend, fixed: bool) -> None:
+def rebound_during_a_replay(backend: Backend, fixed: bool, forward: Stream, update: Stream) -> None:
     """A host parameter is rebound while a replay still reads it.
 
     Parameters are rebound for the next replay while the last one may still read them.
     """
-    forward, update = backend.create_stream("forward"), backend.create_stream("update")
     graph, y = _parametrised(backend, forward)
     order(forward, update)
     graph.replay(forward)

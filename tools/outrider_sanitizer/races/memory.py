@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from outrider.device import Backend, CapabilityError, CaptureContext
+from outrider.device import Backend, CapabilityError, CaptureContext, Stream
 from outrider_sanitizer.races.race import Race, expect, expect_values, filled, order, race
 from outrider_sanitizer.report import FindingKind
 
@@ -20,12 +20,11 @@ _WRITERS_NAMED = ("record an event on 'first'", "make 'second' wait")
 
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("make 'draft' wait",), visible=False)
-def graphs_that_share_a_pool(backend: Backend, fixed: bool) -> None:
+def graphs_that_share_a_pool(backend: Backend, fixed: bool, forward: Stream, draft: Stream) -> None:
     """Temporaries of two graphs lie at one address, and nothing orders the replays.
 
     Two graphs take their temporaries from one pool, so these lie at one address; their replays must not overlap.
     """
-    forward, draft = backend.create_stream("forward"), backend.create_stream("draft")
     pool = backend.create_graph_pool("steps")
 
     def body(context: CaptureContext) -> None:
@@ -50,12 +49,11 @@ def graphs_that_share_a_pool(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.REUSE, names=("after aten::mul",))
-def record_stream(backend: Backend, fixed: bool) -> None:
+def record_stream(backend: Backend, fixed: bool, forward: Stream, copy: Stream) -> None:
     """A tensor is freed while another stream reads it, and the allocator wasn't told.
 
     In the corrected program, `record_stream` makes the allocator wait for the reading stream.
     """
-    forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
     x = filled(backend, forward, 7.0)
     order(forward, copy)
     recorded = fixed and backend.device.type != "cpu"  # there are no streams of torch on the host
@@ -74,12 +72,11 @@ def record_stream(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("order host thread pinner",), visible=False)
-def pin_memory(backend: Backend, fixed: bool) -> None:
+def pin_memory(backend: Backend, fixed: bool, copy: Stream) -> None:
     """A buffer that another thread pinned is sent without waiting for that thread.
 
     `Tensor.pin_memory()` writes the buffer that it returns, on the thread that called it.
     """
-    copy = backend.create_stream("copy")
     x = filled(backend, copy, 0.0)
     made: list[torch.Tensor] = []
 
@@ -158,12 +155,11 @@ def masks(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'forward'", "make 'reduce' wait"), visible=False)
-def gradient_across_streams(backend: Backend, fixed: bool) -> None:
+def gradient_across_streams(backend: Backend, fixed: bool, forward: Stream, reduce: Stream) -> None:
     """A gradient is read before the backward pass has written it.
 
     The gradient is read on another stream than the one on which the backward pass ran.
     """
-    forward, reduce = backend.create_stream("forward"), backend.create_stream("reduce")
     with backend.on(forward):
         weight = torch.ones(4, device=backend.device, requires_grad=True)
         loss = (weight * 3.0).sum()
@@ -177,12 +173,11 @@ def gradient_across_streams(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'copy'", "synchronize host thread"))
-def host_read_early(backend: Backend, fixed: bool) -> None:
+def host_read_early(backend: Backend, fixed: bool, copy: Stream) -> None:
     """The host reads pinned memory before the copy into it is complete.
 
     The host reads a result before its copy has arrived.
     """
-    copy = backend.create_stream("copy")
     landed = backend.create_event("results_copied")
     results = backend.empty_pinned("results", (4,), torch.float32)
     results.tensor.zero_()
@@ -195,12 +190,11 @@ def host_read_early(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.WRITE_AFTER_READ, names=("record an event on 'schedule'", "synchronize host thread"))
-def pinned_overwritten(backend: Backend, fixed: bool) -> None:
+def pinned_overwritten(backend: Backend, fixed: bool, schedule: Stream) -> None:
     """The host overwrites pinned memory that a copy still reads.
 
     The host fills its staging buffer again while a copy reads the buffer.
     """
-    schedule = backend.create_stream("schedule")
     free = backend.create_event("staging_free")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
     x = filled(backend, schedule, 0.0)
@@ -214,9 +208,8 @@ def pinned_overwritten(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.STALE, names=("pinned buffer 'results'",), visible=False)
-def pinned_renewed(backend: Backend, fixed: bool) -> None:
+def pinned_renewed(backend: Backend, fixed: bool, copy: Stream) -> None:
     """A pinned buffer is read after its renewal and before the host has filled it again."""
-    copy = backend.create_stream("copy")
     results = backend.empty_pinned("results", (4,), torch.float32)
     x = filled(backend, copy, 7.0)
     backend.copy_async(results.tensor, x, stream=copy)
@@ -229,12 +222,11 @@ def pinned_renewed(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.STALE_MIRROR, names=("copy the value again after aten::add_",))
-def stale_mirror(backend: Backend, fixed: bool) -> None:
+def stale_mirror(backend: Backend, fixed: bool, forward: Stream) -> None:
     """The host's copy of a value is older than the device's.
 
     The host plans with lengths that verification has changed since.
     """
-    forward = backend.create_stream("forward")
     mirror = backend.empty_pinned("lengths", (4,), torch.float32)
     lengths = filled(backend, forward, 1.0)
     backend.mark_mirror(mirror.tensor, lengths)
@@ -248,12 +240,11 @@ def stale_mirror(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.WRITE_AFTER_READ, names=("order host thread", "hand over"))
-def beside_another_thread(backend: Backend, fixed: bool) -> None:
+def beside_another_thread(backend: Backend, fixed: bool, copy: Stream) -> None:
     """A host thread writes pinned memory for whose copy only another thread has waited.
 
     One thread sends a buffer and waits for the copy; another thread fills the buffer without waiting.
     """
-    copy = backend.create_stream("copy")
     landed = backend.create_event("staging_free")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
     x = filled(backend, copy, 0.0)
@@ -287,12 +278,11 @@ def _run_threads(backend: Backend, *bodies: Callable[[], None]) -> None:
 
 
 @race(RACES, within=10)
-def branch_on_query(backend: Backend, fixed: bool) -> None:
+def branch_on_query(backend: Backend, fixed: bool, forward: Stream, copy: Stream) -> None:
     """The host's next operation depends on how far the device happens to be.
 
     The host takes another branch if the result isn't ready, and the branch gives another answer.
     """
-    forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
     landed = backend.create_event("results_copied")
     results = backend.empty_pinned("results", (4,), torch.float32)
     x = filled(backend, forward, 7.0)
@@ -307,12 +297,11 @@ def branch_on_query(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'side'", "make 'default' wait"))
-def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
+def thread_on_the_default_stream(backend: Backend, fixed: bool, side: Stream) -> None:
     """A new thread begins on the default stream, whichever stream was current where it started.
 
     A thread started inside a stream scope works on the default stream, not on the scope's.
     """
-    side = backend.create_stream("side")
     with backend.on(side):
         x = torch.zeros(4, device=backend.device)
         backend.synchronize()
@@ -333,12 +322,11 @@ def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'copy'",))
-def loop_over_query(backend: Backend, fixed: bool) -> None:
+def loop_over_query(backend: Backend, fixed: bool, copy: Stream) -> None:
     """The host reads a result without a successful query.
 
     The corrected host polls until the copy is complete; the wrong one queries once and reads the result anyway.
     """
-    copy = backend.create_stream("copy")
     landed = backend.create_event("results_copied")
     results = backend.empty_pinned("results", (4,), torch.float32)
     results.tensor.zero_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,15 +53,23 @@ class Race:
         self.body(backend, True)
 
 
-def race(races: list[Race], kind: FindingKind | None = None, **fields: Any) -> Callable[[Body], Body]:
+def race(
+    races: list[Race], kind: FindingKind | None = None, **fields: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that appends a body to ``races`` as a :class:`Race`.
 
-    Its name is the function's, in hyphens, and its description is the first line of the docstring. ``fields`` are further
-    fields of :class:`Race`.
+    Its name is the function's, in hyphens, and its description is the first line of the docstring. The body is called with
+    the backend, True for the corrected program, and a new stream for each further parameter, which has the parameter's name.
+    ``fields`` are further fields of :class:`Race`.
     """
 
-    def register(body: Body) -> Body:
-        races.append(Race(name=body.__name__.replace("_", "-"), about=first_line(body), body=body, kind=kind, **fields))
+    def register(body: Callable[..., None]) -> Callable[..., None]:
+        _, _, *streams = signature(body).parameters
+
+        def program(backend: Backend, fixed: bool) -> None:
+            body(backend, fixed, *map(backend.create_stream, streams))
+
+        races.append(Race(name=body.__name__.replace("_", "-"), about=first_line(body), body=program, kind=kind, **fields))
         return body
 
     return register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.device import Backend, DeadlockError
+from outrider.device import Backend, DeadlockError, Stream
 from outrider_sanitizer.races.race import Race, WrongValue, expect, filled, order, race
 from outrider_sanitizer.report import FindingKind
 
@@ -12,12 +12,11 @@ RACES: list[Race] = []
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"))
-def read_after_write(backend: Backend, fixed: bool) -> None:
+def read_after_write(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """A reader on another stream doesn't wait for the writer.
 
     Stream plan reads a tensor that stream forward writes.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 1.0)
     order(forward, plan)
     with backend.on(forward):
@@ -30,12 +29,11 @@ def read_after_write(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.WRITE_AFTER_READ, names=("record an event on 'plan' after aten::mul", "make 'forward' wait"))
-def write_after_read(backend: Backend, fixed: bool) -> None:
+def write_after_read(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """A writer doesn't wait for a reader on another stream.
 
     Stream forward overwrites a tensor that stream plan still reads.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 1.0)
     order(forward, plan)
     with backend.on(plan):
@@ -48,12 +46,11 @@ def write_after_read(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"))
-def write_after_write(backend: Backend, fixed: bool) -> None:
+def write_after_write(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """Two streams write the same memory.
 
     The value of the later write should remain, but no edge orders the two writes.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 0.0)
     order(forward, plan)
     with backend.on(forward):
@@ -66,12 +63,11 @@ def write_after_write(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("generation 1 of event 'draft_done'", "make 'plan' wait"))
-def stale_generation(backend: Backend, fixed: bool) -> None:
+def stale_generation(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """The wait came before the record for which it was meant.
 
     Stream plan waits before the event is recorded again, so it waits for the previous round's generation.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("draft_done")
     x = filled(backend, forward, 1.0)
     forward.record(done)
@@ -88,12 +84,11 @@ def stale_generation(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("generation 1 of event 'accept_ready'", "make 'plan' wait"))
-def optional_wait(backend: Backend, fixed: bool) -> None:
+def optional_wait(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """A wait is skipped when an optional tensor is absent.
 
     The wait depends on an optional tensor, but the memory that it protects is always read.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("accept_ready")
     lengths = filled(backend, forward, 1.0)
     order(forward, plan)
@@ -110,12 +105,11 @@ def optional_wait(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("event 'published'", "make 'schedule' wait"))
-def covers_a_subset(backend: Backend, fixed: bool) -> None:
+def covers_a_subset(backend: Backend, fixed: bool, forward: Stream, schedule: Stream) -> None:
     """A fence is recorded before the last write that its waiter reads.
 
     The event was recorded after the publish, and the reader also reads the later stash.
     """
-    forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
     published, stashed = backend.create_event("published"), backend.create_event("stashed")
     lengths, stash = filled(backend, forward, 0.0), filled(backend, forward, 0.0)
     order(forward, schedule)
@@ -132,12 +126,11 @@ def covers_a_subset(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("make 'plan' wait",))
-def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
+def cast_in_the_wrong_scope(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """An implicit kernel runs on the stream of the scope in which it is written.
 
     A cast is a kernel: inside plan's scope it reads forward's memory on stream plan, before plan has waited.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("draft_outputs_ready")
     x = filled(backend, forward, 1.0)
     order(forward, plan)
@@ -155,12 +148,11 @@ def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("record an event on 'forward'", "make 'plan' wait"))
-def overlapping_views(backend: Backend, fixed: bool) -> None:
+def overlapping_views(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """Two views of one storage at different offsets share bytes.
 
     Two streams write the views; in the wrong program the views share a row.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     base = filled(backend, forward, 0.0, 6, 2)
     order(forward, plan)
     with backend.on(forward):
@@ -171,12 +163,11 @@ def overlapping_views(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("record an event on 'forward'", "make 'plan' wait"))
-def columns(backend: Backend, fixed: bool) -> None:
+def columns(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """Interleaved columns of one matrix are written by two streams, overlapping and not.
 
     Disjoint columns must give no alarm, although their byte intervals overlap.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     base = filled(backend, forward, 0.0, 128, 4)
     order(forward, plan)
     with backend.on(forward):
@@ -187,12 +178,11 @@ def columns(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("index_copy_", "make 'plan' wait"))
-def scatters(backend: Backend, fixed: bool) -> None:
+def scatters(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """Two streams scatter rows into one pool by index, overlapping and not.
 
     Disjoint rows need no order; in the wrong program both write row 2.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     pool = filled(backend, forward, 0.0, 8, 2)
     with backend.on(forward):
         ours = torch.arange(3, device=backend.device)
@@ -206,12 +196,11 @@ def scatters(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.REUSE, names=("keep the tensor alive until an event recorded on 'plan'",))
-def reuse_across_streams(backend: Backend, fixed: bool) -> None:
+def reuse_across_streams(backend: Backend, fixed: bool, forward: Stream, plan: Stream) -> None:
     """Memory is freed in one stream's order while another stream uses it.
 
     Stream forward drops a tensor that stream plan still reads; forward's next tensor may get its memory.
     """
-    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     read = backend.create_event("plan_read")
     index = filled(backend, forward, 1.0)
     order(forward, plan)
@@ -228,12 +217,11 @@ def reuse_across_streams(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.UNDEFINED, names=("allocated on 'forward'",))
-def read_before_write(backend: Backend, fixed: bool) -> None:
+def read_before_write(backend: Backend, fixed: bool, forward: Stream) -> None:
     """Newly allocated memory is read before any write.
 
     Its contents are those of the previous allocation at the address.
     """
-    forward = backend.create_stream("forward")
     with backend.on(forward):
         x = torch.empty(4, device=backend.device)
         if fixed:
@@ -243,12 +231,11 @@ def read_before_write(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.FLAG_LOST, names=("flag 'bound'",), needs="flags")
-def flag_set_twice(backend: Backend, fixed: bool) -> None:
+def flag_set_twice(backend: Backend, fixed: bool, update: Stream, forward: Stream) -> None:
     """A second set of a flag before its reset is lost.
 
     The set of the second round comes before the reset of the first round, so the second wait is never released.
     """
-    update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
     x = filled(backend, forward, 0.0)
     order(forward, update)
@@ -268,12 +255,11 @@ def flag_set_twice(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.FLAG_NEVER_SET, names=("flag 'bound'", "'forward' hangs"), needs="flags")
-def flag_never_set(backend: Backend, fixed: bool) -> None:
+def flag_never_set(backend: Backend, fixed: bool, update: Stream, forward: Stream) -> None:
     """A flag that is waited for and never set.
 
     A wait for a flag that is never set hangs its stream.
     """
-    update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
     flag.wait(forward)
     if fixed:
@@ -283,12 +269,11 @@ def flag_never_set(backend: Backend, fixed: bool) -> None:
 
 
 @race(RACES, FindingKind.FLAG_LOST, names=("make 'update' wait",), needs="flags")
-def reset_beside_the_next_set(backend: Backend, fixed: bool) -> None:
+def reset_beside_the_next_set(backend: Backend, fixed: bool, update: Stream, forward: Stream) -> None:
     """A reset may remove the set of the next round.
 
     The next round's set isn't ordered after this round's reset, which may then remove it.
     """
-    update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
     x = filled(backend, forward, 0.0)
     order(forward, update)

@@ -133,15 +133,15 @@ class SimDeviceState:
         if machine.tap is None:
             return
         if remapped is None:
-            machine.tap.host_accessed(access, python_line())
+            machine.tap.observer.host_accessed(access, python_line())
         else:
-            machine.tap.remapped(remapped)
+            machine.tap.observer.memory_remapped(remapped.id)
 
     def _host_access(self, what: PinnedTensor | HostAllocation, access: Access | None) -> None:
         machine = self.machine
         machine.point(Action("host", what, () if access is None else (access,)))
         if machine.tap is not None and access is not None:
-            machine.tap.host_accessed(access, python_line())
+            machine.tap.observer.host_accessed(access, python_line())
 
 
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:

@@ -11,7 +11,6 @@ the current device) is saved and restored when threads switch: see `AttributeVie
 
 from __future__ import annotations
 
-import _thread
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,148 +18,23 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import DeadlockError, ProcessView, StreamOrderError
-from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, action_text, age, can_run, reason
+from outrider_sim.machine.queue import (
+    Action,
+    HostThread,
+    OperationKind,
+    StreamQueue,
+    acquired_lock,
+    action_text,
+    age,
+    can_run,
+    reason,
+)
 from outrider_sim.options import SimOptions
 from outrider_sim.strategies import Delay, Schedule, ScheduleStep, Strategy, make_strategy
 
 if TYPE_CHECKING:
     from outrider_sim.machine.stream_machine import StreamMachine
     from outrider_sim.ranks.exchange import Exchange
-
-
-class Baton:
-    """A lock that a parked thread waits for.
-
-    It is the interpreter's own lock type, so tools that watch the program's locks don't report the scheduler's turns.
-    """
-
-    def __init__(self) -> None:
-        self._lock = _thread.allocate_lock()
-        self._lock.acquire()
-
-    def acquire(self) -> None:
-        """Block until another thread releases the baton."""
-        self._lock.acquire()
-
-    def release(self) -> None:
-        """Pass the baton to its waiting thread. Repeated calls have no further effect."""
-        if self._lock.locked():
-            self._lock.release()
-
-
-class HostThreads:
-    """Starts, joins and aborts the host threads of one scheduler."""
-
-    def __init__(self, scheduler: HostScheduler) -> None:
-        self._scheduler = scheduler
-        self.count = 1  # threads so far, the first one included: numbers the next
-        self.failed: list[tuple[HostThread, BaseException]] = []  # in the order in which they did
-
-    def spawn(self, fn: Callable[[], None], name: str = "") -> HostThread:
-        """Start a host thread. It runs when the strategy picks it; each device's default stream is its current stream."""
-        scheduler = self._scheduler
-        scheduler.point(Action("spawn"))
-        thread = HostThread(self.count, name, [(machine, machine.default) for machine in scheduler.machines])
-        self.count += 1
-        thread.baton = Baton()
-        if scheduler.main.baton is None:
-            scheduler.main.baton = Baton()
-        thread.clock = scheduler.thread.clock
-        thread.saved = [each.save() for each in scheduler.ambient]
-
-        def body() -> None:
-            thread.baton.acquire()
-            scheduler.local.thread = thread
-            for machine, stream in thread.streams:
-                machine.local.stream = stream
-            _restore(scheduler, thread)
-            thread.step += 1
-            thread.ready = None
-            if scheduler.note is not None:
-                scheduler.note(thread.label, thread.step)
-            try:
-                if scheduler.diverged is None:
-                    fn()
-            except BaseException as error:
-                thread.error = error
-                self.failed.append((thread, error))
-            thread.finished = True
-            self._finish_thread(thread)
-
-        # A daemon, so that a program that fails before joining can still end.
-        thread.os = threading.Thread(target=body, name=f"outrider-sim {thread.label}", daemon=True)
-        scheduler.threads.append(thread)
-        scheduler.update_mode()
-        thread.os.start()
-        return thread
-
-    def join(self, thread: HostThread) -> None:
-        """Block until `thread` has finished; raise the error that the thread raised, if any."""
-        scheduler = self._scheduler
-        scheduler.turns(scheduler.thread, Action("join", thread), lambda: thread.finished, str(thread))
-        if thread.os is not None:
-            thread.os.join()
-        if thread in scheduler.threads:
-            scheduler.threads.remove(thread)
-        scheduler.update_mode()
-        if scheduler.diverged is not None:
-            raise scheduler.diverged
-        if thread.error is not None:
-            raise thread.error
-
-    def run_threads(self, *bodies: Callable[[], None]) -> None:
-        """Run the callables as interleaved host threads and join them all.
-
-        Raises the error of the thread that failed first.
-        """
-        self.failed.clear()
-        threads = [self.spawn(body, getattr(body, "__name__", "")) for body in bodies]
-        failed: BaseException | None = None
-        for thread in threads:
-            try:
-                self.join(thread)
-            except BaseException as error:
-                failed = failed or error
-        if failed is not None:
-            # The first failure may have left other threads waiting, so their errors are consequences.
-            raise self.failed[0][1] if self.failed else failed
-
-    def _finish_thread(self, thread: HostThread) -> None:
-        """Give the baton of a finished thread to another. If no thread can continue, the first thread wakes up and raises."""
-        scheduler = self._scheduler
-        try:
-            if scheduler.diverged is None:
-                scheduler.turns(thread, Action("exit"), None, "")
-        except BaseException as error:
-            scheduler.diverged = error
-        if scheduler.diverged is not None:
-            scheduler.main.baton.release()
-
-    def abort(self) -> None:
-        """End the threads that a failed run left parked: each raises an error at the point where it waits."""
-        scheduler = self._scheduler
-        scheduler.diverged = scheduler.diverged or StreamOrderError("the run was given up")
-        for thread in scheduler.threads[1:]:
-            if not thread.finished:
-                thread.baton.release()
-            thread.os.join()
-        if scheduler.main.baton is not None:
-            scheduler.main.baton = Baton()
-        scheduler.threads = [scheduler.main]
-
-
-def hand_over(scheduler: HostScheduler, me: HostThread, other: HostThread) -> None:
-    """Give the baton to thread `other`. Returns when `me` gets the baton again, or at once if `me` has finished."""
-    me.saved = [each.save() for each in scheduler.ambient]
-    other.baton.release()
-    if not me.finished:
-        me.baton.acquire()
-        _restore(scheduler, me)
-
-
-def _restore(scheduler: HostScheduler, thread: HostThread) -> None:
-    for each, saved in zip(scheduler.ambient, thread.saved, strict=False):
-        each.restore(saved)
 
 
 REFUSALS = 64
@@ -199,9 +73,10 @@ class HostScheduler:
         self.machines: list[StreamMachine] = []
         self.ambient: list[ProcessView] = []
         self.exchange: Exchange | None = None  # groups of ranks, once there is one
-        self.hosts = HostThreads(self)
         self.main = HostThread(0, "main", None)
         self.threads: list[HostThread] = [self.main]
+        self._thread_count = 1  # threads so far, the first one included: numbers the next
+        self._failures: list[BaseException] = []  # errors of threads, in the order in which they failed
         self.seq = 0
         self.delays: dict[ScheduleStep, ScheduleStep] = {}
         self.diverged: BaseException | None = None
@@ -274,7 +149,7 @@ class HostScheduler:
         self.queries = False
         self.bases.clear()
         self.slow.clear()
-        self.hosts.count = 1
+        self._thread_count = 1
         if self.exchange is not None:
             self.exchange.start_over()
         self.main.step = self.main.refused = 0
@@ -353,7 +228,7 @@ class HostScheduler:
                     pick.machine.execute(pick)
                     continue
             if pick is not me:
-                hand_over(self, me, pick)
+                self._hand_over(me, pick)
                 if me.finished:
                     return
                 if self.diverged is not None:
@@ -408,6 +283,103 @@ class HostScheduler:
                 while heads := [stream for stream in self.streams if stream.queue and can_run(stream.queue[0])]:
                     stream = min(heads, key=age) if len(heads) > 1 else heads[0]
                     stream.machine.execute(stream)
+
+    # -- host threads -----------------------------------------------------------------------------------------------
+
+    def run_threads(self, *bodies: Callable[[], None]) -> None:
+        """Run the callables as interleaved host threads and join them all.
+
+        Raises the error of the thread that failed first.
+        """
+        self._failures.clear()
+        threads = [self._spawn(body, getattr(body, "__name__", "")) for body in bodies]
+        failed: BaseException | None = None
+        for thread in threads:
+            try:
+                self._join(thread)
+            except BaseException as error:
+                failed = failed or error
+        if failed is not None:
+            # The first failure may have left other threads waiting, so their errors are consequences.
+            raise self._failures[0] if self._failures else failed
+
+    def abort_threads(self) -> None:
+        """End the threads that a failed run left parked: each raises an error at the point where it waits."""
+        self.diverged = self.diverged or StreamOrderError("the run was given up")
+        for thread in self.threads[1:]:
+            if not thread.finished:
+                thread.pass_baton()
+            thread.os.join()
+        self.main.baton = acquired_lock()
+        self.threads = [self.main]
+
+    def _spawn(self, fn: Callable[[], None], name: str) -> HostThread:
+        """Start a host thread. It runs when the strategy picks it; each device's default stream is its current stream."""
+        self.point(Action("spawn"))
+        thread = HostThread(self._thread_count, name, [(machine, machine.default) for machine in self.machines])
+        self._thread_count += 1
+        thread.clock = self.thread.clock
+        thread.saved = [each.save() for each in self.ambient]
+
+        def body() -> None:
+            thread.baton.acquire()
+            self.local.thread = thread
+            for machine, stream in thread.streams:
+                machine.local.stream = stream
+            self._restore(thread)
+            thread.step += 1
+            thread.ready = None
+            if self.note is not None:
+                self.note(thread.label, thread.step)
+            try:
+                if self.diverged is None:
+                    fn()
+            except BaseException as error:
+                thread.error = error
+                self._failures.append(error)
+            thread.finished = True
+            self._finish_thread(thread)
+
+        # A daemon, so that a program that fails before joining can still end.
+        thread.os = threading.Thread(target=body, name=f"outrider-sim {thread.label}", daemon=True)
+        self.threads.append(thread)
+        self.update_mode()
+        thread.os.start()
+        return thread
+
+    def _join(self, thread: HostThread) -> None:
+        """Block until `thread` has finished; raise the error that the thread raised, if any."""
+        self.turns(self.thread, Action("join", thread), lambda: thread.finished, str(thread))
+        thread.os.join()
+        if thread in self.threads:
+            self.threads.remove(thread)
+        self.update_mode()
+        if self.diverged is not None:
+            raise self.diverged
+        if thread.error is not None:
+            raise thread.error
+
+    def _finish_thread(self, thread: HostThread) -> None:
+        """Give the baton of a finished thread to another. If no thread can continue, the first thread wakes up and raises."""
+        try:
+            if self.diverged is None:
+                self.turns(thread, Action("exit"), None, "")
+        except BaseException as error:
+            self.diverged = error
+        if self.diverged is not None:
+            self.main.pass_baton()
+
+    def _hand_over(self, me: HostThread, other: HostThread) -> None:
+        """Give the baton to thread `other`. Returns when `me` gets the baton again, or at once if `me` has finished."""
+        me.saved = [each.save() for each in self.ambient]
+        other.pass_baton()
+        if not me.finished:
+            me.baton.acquire()
+            self._restore(me)
+
+    def _restore(self, thread: HostThread) -> None:
+        for each, saved in zip(self.ambient, thread.saved, strict=False):
+            each.restore(saved)
 
 
 def deadlock_error(scheduler: HostScheduler) -> DeadlockError:

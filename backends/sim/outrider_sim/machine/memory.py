@@ -130,7 +130,6 @@ class Pool:
     dead: bool = False
     """True if blocks that come back are dropped."""
     free: dict[tuple[int, int], list[Block]] = field(default_factory=dict)
-    reserved: int = 0
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -323,7 +322,6 @@ class CachingAllocator:
         pool = block.pool
         if pool.dead:
             self.reserved -= block.nbytes
-            pool.reserved -= block.nbytes
         else:
             pool.free.setdefault((stream.id, block.nbytes), []).append(block)
 
@@ -360,10 +358,7 @@ class CachingAllocator:
         return self._next
 
     def _drop(self, pool: Pool) -> None:
-        for blocks in pool.free.values():
-            for block in blocks:
-                pool.reserved -= block.nbytes
-                self.reserved -= block.nbytes
+        self.reserved -= sum(block.nbytes for blocks in pool.free.values() for block in blocks)
         pool.free.clear()
 
     def _fresh(self, pool: Pool, stream: StreamQueue, size: int) -> Block:
@@ -377,7 +372,6 @@ class CachingAllocator:
         block = Block(pool, stream, size, self.take_address(size), self.poison)
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        pool.reserved += size
         return block
 
 

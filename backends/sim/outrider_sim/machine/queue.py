@@ -6,6 +6,7 @@ so it is independent of the order in which streams ran. These classes hold state
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import sysconfig
@@ -58,7 +59,7 @@ class EventGeneration:
     """The capture that this record is an edge of."""
 
     def __str__(self) -> str:
-        return f"{self.event.label} generation {self.number} (recorded at {self.stream.label}.{self.issued})"
+        return f"{self.event.name} generation {self.number} (recorded at {self.stream.label}.{self.issued})"
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -70,17 +71,11 @@ class EventState:
     latest: EventGeneration | None = None
     count: int = 0
 
-    @property
-    def label(self) -> str:
-        """The event's name in messages: the given name, or the kind and number."""
-        return self.name or f"event {self.id}"
-
 
 @dataclass(eq=False, repr=False, slots=True)
 class FlagState:
     """A resettable flag. A wait may precede its set; a second set before the reset has no effect."""
 
-    id: int
     name: str
     is_set: bool = False
     lost: int = 0
@@ -96,11 +91,6 @@ class FlagState:
             self.time = now
         self.is_set = kind == OperationKind.FLAG_SET
         return now
-
-    @property
-    def label(self) -> str:
-        """The flag's name in messages: the given name, or the kind and number."""
-        return self.name or f"flag {self.id}"
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -187,6 +177,16 @@ FREE = Action("free")
 ENQUEUE = Action("enqueue")
 
 
+def acquired_lock() -> Any:
+    """Return a lock that is held until another thread releases it.
+
+    It is the interpreter's own lock type, so tools that watch the program's locks don't report the scheduler's turns.
+    """
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class HostThread:
     """A host thread as an actor of the schedule: it takes a step at each point where it uses a device."""
@@ -204,7 +204,8 @@ class HostThread:
     """Condition that the thread waits for; None: it can continue."""
     waits_for: str = ""
     action: Action = FREE
-    baton: Any = None
+    baton: Any = field(default_factory=acquired_lock)
+    """The lock that the thread waits for while it is parked."""
     os: Any = None
     """The operating system's thread."""
     finished: bool = False
@@ -217,6 +218,11 @@ class HostThread:
 
     def __post_init__(self) -> None:
         self.label = f"host{self.id}"
+
+    def pass_baton(self) -> None:
+        """Let the parked thread run. Repeated calls have no further effect."""
+        if self.baton.locked():
+            self.baton.release()
 
     def __str__(self) -> str:
         return f"host thread {self.id}" + (f" ({self.name})" if self.name else "")
@@ -255,7 +261,7 @@ def reason(op: Op) -> str:
         return f"it waits for {op.target}"
     if op.kind == OperationKind.FLAG_WAIT:
         lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
-        return f"it waits for {op.target.label}, which is down{lost}"
+        return f"it waits for {op.target.name}, which is down{lost}"
     if op.kind in (OperationKind.COLLECTIVE_START, OperationKind.COLLECTIVE):
         return f"{op.target} can't begin"
     return f"{op.name} can run"

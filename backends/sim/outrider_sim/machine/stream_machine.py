@@ -108,7 +108,7 @@ class StreamMachine:
         """
         scheduler = self.scheduler
         if len(scheduler.threads) > 1:
-            scheduler.hosts.abort()
+            scheduler.abort_threads()
         scheduler.diverged = None
         for machine in scheduler.machines:
             try:
@@ -182,14 +182,14 @@ class StreamMachine:
             self.streams.remove(stream)
 
     def create_event(self, name: str = "") -> EventState:
-        """Create an event that no stream has recorded."""
+        """Create an event that no stream has recorded; without a name it is named by its number."""
         self._event_count += 1
-        return EventState(self._event_count, name)
+        return EventState(self._event_count, name or f"event {self._event_count}")
 
     def create_flag(self, name: str = "") -> FlagState:
-        """Create a flag that is not set."""
+        """Create a flag that is not set; without a name it is named by its number."""
         self._flag_count += 1
-        return FlagState(self._flag_count, name)
+        return FlagState(name or f"flag {self._flag_count}")
 
     @property
     def stream(self) -> StreamQueue:
@@ -267,7 +267,7 @@ class StreamMachine:
             # The injected fault: one completed flag for all records, as if the driver recycled the event.
             generation = event.latest
         event.latest = generation
-        self.enqueue(Op(OperationKind.RECORD, f"record {event.label}", target=generation), stream)
+        self.enqueue(Op(OperationKind.RECORD, f"record {event.name}", target=generation), stream)
         return generation
 
     def wait(self, generation: EventGeneration, stream: StreamQueue) -> None:
@@ -278,13 +278,13 @@ class StreamMachine:
         capture = generation.captured
         if capture is not None and stream.capture is None and capture.open:
             capture.fork(stream)
-        op = Op(OperationKind.WAIT, f"wait for {generation.event.label}", target=generation, cost=self.like.wait_us)
+        op = Op(OperationKind.WAIT, f"wait for {generation.event.name}", target=generation, cost=self.like.wait_us)
         self.enqueue(op, stream)
 
     def flag(self, kind: int, flag: FlagState, stream: StreamQueue) -> None:
         """Enqueue a set, wait or reset of `flag`."""
         verb = {OperationKind.FLAG_SET: "set", OperationKind.FLAG_WAIT: "wait for", OperationKind.FLAG_RESET: "reset"}[kind]
-        self.enqueue(Op(kind, f"{verb} {flag.label}", target=flag), stream)
+        self.enqueue(Op(kind, f"{verb} {flag.name}", target=flag), stream)
 
     # -- the host waits ---------------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class StreamMachine:
 
     def synchronize_event(self, generation: EventGeneration) -> None:
         """Block the host until the event's `generation` is complete."""
-        self._block(lambda: generation.done, str(generation.event.label), generation)
+        self._block(lambda: generation.done, str(generation.event.name), generation)
 
     def synchronize_device(self) -> None:
         """Block the host until every stream is empty."""

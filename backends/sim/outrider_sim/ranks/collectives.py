@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.device import Collective, CollectiveError, DeadlockError, Group, Reduction
+from outrider.device import CollectiveError, DeadlockError, Group, Reduction
 from outrider_sim.machine.queue import Op, OperationKind, python_line
 from outrider_sim.ranks.exchange import STUCK, CollectivePart, CollectiveRendezvous, Exchange, IssuedCollective
 from outrider_sim.torch_device.tensor import SimTensor
@@ -63,9 +63,9 @@ class SimGroup(Group):
     def _failure(self, reason: str, part: CollectivePart) -> CollectiveError:
         if reason.startswith(STUCK):
             text = f"{part.call.collective} never ends on rank {self.rank} of group {self.name!r}: {reason}"
-            return RanksDeadlock(text, self.name, self.rank, part.number, part.call.name)
+            return RanksDeadlock(text, self.name, self.rank, part.number, part.call.collective.kind)
         told = self.failed(reason, part.call.collective)
-        return CollectiveError(str(told), self.name, self.rank, part.number, part.call.name)
+        return CollectiveError(str(told), self.name, self.rank, part.number, part.call.collective.kind)
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         self._issue(lambda rendezvous: _reduce(rendezvous, reduction), tensor, tensor)
@@ -102,14 +102,13 @@ class SimGroup(Group):
         assert collective is not None
         machine.local.line = python_line()
         call = IssuedCollective(
-            name=collective.kind,
+            collective=collective,
+            in_graph=stream.capture is not None,
             channel=channel,
-            facts=matching_facts(collective, in_graph=stream.capture is not None),
             line=machine.local.line,
             compute=compute,
             read=_inner(read),
             write=_inner(write),
-            collective=collective,
         )
         cost = machine.like.kernel_us
         target = CapturedCollective(self.member, call) if stream.capture is not None else self.member.issue(call)
@@ -124,18 +123,6 @@ class SimGroup(Group):
 
     def _close(self) -> None:
         self.member.closed = True
-
-
-def matching_facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]:
-    """Return (name, value) pairs of a collective that must be equal on all ranks. ``in_graph``: a replay issues the call."""
-    return (
-        ("kind", "message" if call.kind in ("send", "receive") else call.kind),
-        ("reduction", str(call.reduction) if call.reduction is not None else "none"),
-        ("dtype", str(call.dtype).removeprefix("torch.")),
-        ("count", call.count),
-        ("root", "none" if call.root is None else call.root),
-        ("issued", "in a graph" if in_graph else "eagerly"),
-    )
 
 
 def create_group(

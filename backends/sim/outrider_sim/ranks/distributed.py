@@ -252,13 +252,8 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
         """Reduce lists of tensors over all ranks and store this rank's element in its output tensor."""
-        works = [
-            self.reduce_scatter_single(output, torch.stack([self._on_device(t) for t in parts]).flatten(0, 1), opts)
-            if parts[0].dim()
-            else self.reduce_scatter_single(output, torch.stack([self._on_device(t) for t in parts]), opts)
-            for output, parts in zip(outputs, inputs, strict=True)
-        ]
-        return works[-1]
+        stacked = [torch.stack([self._on_device(tensor) for tensor in parts]) for parts in inputs]
+        return self.reduce_scatter_single_coalesced(outputs, stacked, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimWork:
         """Reduce `tensor` over all ranks and store this rank's part in `output`."""
@@ -316,16 +311,8 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimWork:
         """Copy every rank's tensor to the root's output list."""
-
-        def verb(stream: SimStream) -> None:
-            made = self._on_device(_list(inputs)[0])
-            gathered = made.new_empty((self._count, *made.shape))
-            self.sim_group.all_gather(gathered, made, stream=stream)
-            if opts.rootRank == self._index:
-                for output, part in zip(outputs[0], gathered.unbind(0), strict=True):
-                    output.detach().copy_(part)
-
-        return self._run(verb, [*(t for into in outputs for t in into), *_list(inputs)])
+        is_root = opts.rootRank == self._index
+        return self.allgather(outputs if is_root else [[torch.empty_like(inputs[0]) for _ in range(self._count)]], inputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimWork:
         """Copy element r of the root's list to the output tensor of rank r."""
@@ -410,61 +397,55 @@ def _group(name: Any) -> SimProcessGroup:
     return found  # type: ignore[no-any-return]  # what this module registered
 
 
-class Functional:
-    """`_c10d_functional`'s operators on simulated tensors. `wait_tensor` waits for the collective whose
+def functional_collectives() -> dict[str, Callable[..., Any]]:
+    """Return `_c10d_functional`'s operators on simulated tensors, by name. `wait_tensor` waits for the collective whose
     result is the tensor.
     """
+    under_way: dict[int, SimWork] = {}
 
-    def __init__(self) -> None:
-        self._under_way: dict[int, SimWork] = {}
-
-    def handlers(self) -> dict[str, Callable[..., Any]]:
-        """Return the functional collectives' implementations, by operator name."""
-        space = "_c10d_functional::"
-        return {
-            f"{space}all_reduce": lambda t, op, group: self._all_reduce(t.clone(), op, group),
-            f"{space}all_reduce_": self._all_reduce,
-            f"{space}all_reduce_coalesced": lambda ts, op, group: [self._all_reduce(t.clone(), op, group) for t in ts],
-            f"{space}all_reduce_coalesced_": lambda ts, op, group: [self._all_reduce(t, op, group) for t in ts],
-            f"{space}all_gather_into_tensor": self._all_gather,
-            f"{space}all_gather_into_tensor_coalesced": lambda ts, n, group: [self._all_gather(t, n, group) for t in ts],
-            f"{space}all_gather_into_tensor_out": self._all_gather,
-            f"{space}reduce_scatter_tensor": self._reduce_scatter,
-            f"{space}reduce_scatter_tensor_coalesced": lambda ts, op, n, group: [
-                self._reduce_scatter(t, op, n, group) for t in ts
-            ],
-            f"{space}all_to_all_single": self._all_to_all,
-            f"{space}broadcast": lambda t, src, group: self._broadcast(t.clone(), src, group),
-            f"{space}broadcast_": self._broadcast,
-            f"{space}wait_tensor": self._wait,
-            # torch would wait where the tensor is used first; here that is now.
-            f"{space}_wrap_tensor_autograd": self._wait,
-        }
-
-    def _track_work(self, tensor: Tensor, work: SimWork) -> Tensor:
-        self._under_way[id(tensor)] = work
+    def track(tensor: Tensor, work: SimWork) -> Tensor:
+        under_way[id(tensor)] = work
         return tensor
 
-    def _wait(self, tensor: Tensor) -> Tensor:
-        work = self._under_way.pop(id(tensor), None)
+    def wait(tensor: Tensor) -> Tensor:
+        work = under_way.pop(id(tensor), None)
         if work is not None:
             work.wait()
         return tensor
 
-    def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> Tensor:
-        return self._track_work(tensor, _group(group).allreduce([tensor], _options(op)))
+    def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
+        return track(tensor, _group(group).allreduce([tensor], _options(op)))
 
-    def _all_gather(self, tensor: Tensor, size: int, group: Any) -> Tensor:
+    def all_gather(tensor: Tensor, size: int, group: Any) -> Tensor:
         into = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-        return self._track_work(into, _group(group).all_gather_single(into, tensor))
+        return track(into, _group(group).all_gather_single(into, tensor))
 
-    def _reduce_scatter(self, tensor: Tensor, op: str, size: int, group: Any) -> Tensor:
+    def reduce_scatter(tensor: Tensor, op: str, size: int, group: Any) -> Tensor:
         into = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-        return self._track_work(into, _group(group).reduce_scatter_single(into, tensor, _options(op)))
+        return track(into, _group(group).reduce_scatter_single(into, tensor, _options(op)))
 
-    def _all_to_all(self, tensor: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: Any) -> Tensor:
+    def all_to_all(tensor: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: Any) -> Tensor:
         into = torch.empty_like(tensor)
-        return self._track_work(into, _group(group).all_to_all_single(into, tensor, outputs, inputs))
+        return track(into, _group(group).all_to_all_single(into, tensor, outputs, inputs))
 
-    def _broadcast(self, tensor: Tensor, source: int, group: Any) -> Tensor:
-        return self._track_work(tensor, _group(group).broadcast([tensor], _options(root=source)))
+    def broadcast(tensor: Tensor, source: int, group: Any) -> Tensor:
+        return track(tensor, _group(group).broadcast([tensor], _options(root=source)))
+
+    operators: dict[str, Callable[..., Any]] = {
+        "all_reduce": lambda t, op, group: all_reduce(t.clone(), op, group),
+        "all_reduce_": all_reduce,
+        "all_reduce_coalesced": lambda ts, op, group: [all_reduce(t.clone(), op, group) for t in ts],
+        "all_reduce_coalesced_": lambda ts, op, group: [all_reduce(t, op, group) for t in ts],
+        "all_gather_into_tensor": all_gather,
+        "all_gather_into_tensor_coalesced": lambda ts, n, group: [all_gather(t, n, group) for t in ts],
+        "all_gather_into_tensor_out": all_gather,
+        "reduce_scatter_tensor": reduce_scatter,
+        "reduce_scatter_tensor_coalesced": lambda ts, op, n, group: [reduce_scatter(t, op, n, group) for t in ts],
+        "all_to_all_single": all_to_all,
+        "broadcast": lambda t, src, group: broadcast(t.clone(), src, group),
+        "broadcast_": broadcast,
+        "wait_tensor": wait,
+        # torch would wait where the tensor is used first; here that is now.
+        "_wrap_tensor_autograd": wait,
+    }
+    return {f"_c10d_functional::{name}": operator for name, operator in operators.items()}

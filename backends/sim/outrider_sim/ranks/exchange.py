@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, reason
 
 if TYPE_CHECKING:
+    from outrider.device import Collective
     from outrider_sim.machine.host_scheduler import HostScheduler
     from outrider_sim.machine.stream_machine import StreamMachine
 
@@ -25,16 +26,28 @@ Channel = tuple[int, int] | None
 
 
 class IssuedCollective(NamedTuple):
-    """One rank's collective call. `facts` are (name, value) pairs, most important first, that must be equal on all ranks."""
+    """One rank's collective call."""
 
-    name: str
+    collective: Collective  # as it was reported to tools
+    in_graph: bool  # a replay issues the call
     channel: Channel
-    facts: tuple[tuple[str, object], ...]
     line: str
     compute: Callable[[CollectiveRendezvous], None]
     read: Any  # the host tensor over simulated memory that `compute` reads of this part, or None
     write: Any  # the one that it writes
-    collective: Any = None  # the `Collective` that was reported to tools
+
+    @property
+    def facts(self) -> tuple[tuple[str, object], ...]:
+        """(name, value) pairs, most important first, that must be equal on all ranks."""
+        call = self.collective
+        return (
+            ("kind", "message" if call.kind in ("send", "receive") else call.kind),
+            ("reduction", str(call.reduction) if call.reduction is not None else "none"),
+            ("dtype", str(call.dtype).removeprefix("torch.")),
+            ("count", call.count),
+            ("root", "none" if call.root is None else call.root),
+            ("issued", "in a graph" if self.in_graph else "eagerly"),
+        )
 
     def differs(self, other: IssuedCollective) -> str:
         """Describe the first fact that differs in the call `other`, or return an empty string."""
@@ -70,7 +83,7 @@ class CollectivePart:
 
     def __str__(self) -> str:
         where = f" at {self.call.line}" if self.call.line else ""
-        return f"{self.call.name} #{self.number} of group {self.member.group.name!r}{where}"
+        return f"{self.call.collective.kind} #{self.number} of group {self.member.group.name!r}{where}"
 
     @property
     def can_start(self) -> bool:

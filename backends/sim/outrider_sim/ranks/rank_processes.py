@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from outrider.device import CapabilityError, ConfigError, ProcessView
 from outrider_sim.machine.host_scheduler import AttributeView
 from outrider_sim.machine.queue import Action
-from outrider_sim.ranks.distributed import NAME, Functional, SimProcessGroup
+from outrider_sim.ranks.distributed import NAME, SimProcessGroup, functional_collectives
 from outrider_sim.torch_device.torch_slot import registered
 
 if TYPE_CHECKING:
@@ -136,9 +136,7 @@ def run_ranks(scheduler: HostScheduler, bodies: Sequence[Callable[[], None]], vi
     with _torch_distributed(store, len(bodies)):
         scheduler.ambient.extend((AttributeView(c10d, "_world"), *views))
         try:
-            scheduler.hosts.run_threads(
-                *(partial(_rank, machines[rank].sim.backend(), body) for rank, body in enumerate(bodies))
-            )
+            scheduler.run_threads(*(partial(_rank, machines[rank].sim.backend(), body) for rank, body in enumerate(bodies)))
         finally:
             del scheduler.ambient[-1 - len(views) :]
 
@@ -159,7 +157,7 @@ def _torch_distributed(store: SimStore, size: int) -> Generator[None]:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "sim"])
     registration = registered()
     assert registration is not None, "the ranks' devices exist"
-    registration.dispatcher.override_operators(Functional().handlers())
+    registration.dispatcher.override_operators(functional_collectives())
     before = {name: getattr(c10d, name) for name in ("init_process_group", "new_group")}
     outside = {name: getattr(dist, name) for name in before}
 

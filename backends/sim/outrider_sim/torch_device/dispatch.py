@@ -42,7 +42,7 @@ from outrider_sim.torch_device.opinfo import (
     repin,
     results_of,
 )
-from outrider_sim.torch_device.planning import Planner
+from outrider_sim.torch_device.planning import plan_call
 from outrider_sim.torch_device.tensor import SimTensor, wrap
 from outrider_sim.torch_device.tensor_operators import TensorOperators
 
@@ -58,7 +58,6 @@ class Dispatcher:
         self.current = current
         self.thread_device = threading.local()  # `device`: the device of the calling thread's rank
         self.has_several_devices = False  # several devices exist, so the operands determine a call's device
-        self.planner = Planner(self)
         self.infos: dict[Any, OpInfo] = {}
         self.lines = SourceLines()
         self.tensor_operators = tensors = TensorOperators(self)
@@ -258,7 +257,7 @@ class Dispatcher:
         looked_up = tuple(key)
         plan = info.plans.get(looked_up)
         if plan is None:
-            plan = self.planner.plan(info, looked_up, args, kwargs)
+            plan = plan_call(info, looked_up, args, kwargs, self.current.machine.like)
         if plan.resized:
             for name, meta in plan.resized:
                 self.tensor_operators.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
@@ -315,17 +314,9 @@ class Dispatcher:
     ) -> None:
         """Attach to `op` its tensor accesses, the resolver of data-dependent rows and the source line, for observers."""
         accesses: list[Access] = []
-        for name, value in zip(info.names, args, strict=False):
-            kind = type(value)
-            if kind is SimTensor:
-                accesses.append(extent(value, name in info.writes, name))
-            elif kind is list or kind is tuple:
-                note_access(accesses, name, value, info)
-        for name, value in kwargs.items():
+        for name, value in (*zip(info.names, args, strict=False), *kwargs.items()):
             note_access(accesses, name, value, info)
-        for made in outs:
-            if made is not None:
-                accesses.append(extent(made, True, "out"))  # noqa: PERF401  (once for most operations)
+        accesses += [extent(made, True, "out") for made in outs if made is not None]
         op.accesses = tuple(accesses)
         machine = self.current.machine
         op.line = machine.local.line

@@ -81,32 +81,6 @@ class OpInfo:
     None for a new tensor. `plans` maps the operands' shapes and dtypes to those of the results.
     """
 
-    __slots__ = (
-        "by_host",
-        "emulated",
-        "fresh",
-        "func",
-        "indexing",
-        "kind",
-        "matrix",
-        "name",
-        "names",
-        "native",
-        "out",
-        "out_names",
-        "outs",
-        "plans",
-        "probed",
-        "random",
-        "random_if",
-        "resolvers",
-        "returns",
-        "run",
-        "takes_generator",
-        "takes_host_indices",
-        "writes",
-    )
-
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func

@@ -21,7 +21,7 @@ from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, Resu
 from outrider_sim.torch_device.tensor import SimTensor
 
 if TYPE_CHECKING:
-    from outrider_sim.torch_device.dispatch import Dispatcher
+    from outrider_sim.options import Personality
 
 _PROBED = 1 << 22
 """Maximum bytes of operands and results for which a call is tried on zeros of its own shapes. A larger call runs without its
@@ -35,191 +35,193 @@ _CUT = 8
 _Resized = tuple[tuple[str, Meta], ...]
 
 
-class Planner:
-    """Creates the plans of operator calls by tracing them on meta tensors and zeros."""
+def plan_call(
+    info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], like: Personality
+) -> ResultPlan:
+    """Return the plan of a call: the results' metas and the implementation. ``like`` has the times and rates of the device.
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    Raises `NotImplementedError` with the operator's name if the host can't compute the call.
+    """
+    result, operands, resized = _shapes(info, args, kwargs)
+    fresh: list[Any] = []
+    structure: list[Any] = []
+    results = result if isinstance(result, tuple) else (result,)
+    if not info.returns:
+        results = ()
+    for operand, value in zip(info.returns, results, strict=False):
+        if operand is not None:
+            structure.append(operand)
+        elif isinstance(value, list | tuple):
+            structure.append(len(value))
+            fresh.extend(_operand_meta(info, item) for item in value)
+        else:
+            structure.append(None)
+            fresh.append(_operand_meta(info, value) if isinstance(value, Tensor) else None)
+    if "output_mask" in info.names:  # what isn't asked for is None
+        asked = _argument(info, "output_mask", args, kwargs)
+        fresh = [look if wanted else None for look, wanted in zip(fresh, asked, strict=True)]
+    moved = sum(m.nbytes for m in operands) + sum(m.nbytes for m in fresh if m is not None)
+    cost = max(like.kernel_us, moved / like.bytes_per_us)
+    if info.matrix and fresh and operands:
+        cost = max(cost, 2 * fresh[0].numel * operands[-1].shape[-1] / like.flops_per_us)
+    if len(info.plans) > PLAN_LIMIT:
+        info.plans.clear()
+    out = False
+    if not resized:
+        by_host = info.by_host
+        if moved <= _PROBED:
+            out = _probe(info, key, args, kwargs, tuple(fresh))
+        elif len(fresh) > 1 and _can_be_cut(info, key):
+            _probe_small(info, key, args, kwargs)
+        if info.by_host and not by_host:
+            return plan_call(info, key, args, kwargs, like)
+    plan = info.plans[key] = ResultPlan(tuple(fresh), tuple(structure), cost, out, resized)
+    return plan
 
-    def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ResultPlan:
-        """Return the plan of a call: the results' metas and the implementation.
 
-        Raises `NotImplementedError` with the operator's name if the host can't compute the call.
-        """
-        result, operands, resized = self._shapes(info, args, kwargs)
-        fresh: list[Any] = []
-        structure: list[Any] = []
-        results = result if isinstance(result, tuple) else (result,)
-        if not info.returns:
-            results = ()
-        for operand, value in zip(info.returns, results, strict=False):
-            if operand is not None:
-                structure.append(operand)
-            elif isinstance(value, list | tuple):
-                structure.append(len(value))
-                fresh.extend(self._operand_meta(info, item) for item in value)
-            else:
-                structure.append(None)
-                fresh.append(self._operand_meta(info, value) if isinstance(value, Tensor) else None)
-        if "output_mask" in info.names:  # what isn't asked for is None
-            asked = _argument(info, "output_mask", args, kwargs)
-            fresh = [look if wanted else None for look, wanted in zip(fresh, asked, strict=True)]
-        moved = sum(m.nbytes for m in operands) + sum(m.nbytes for m in fresh if m is not None)
-        like = self._dispatcher.current.machine.like
-        cost = max(like.kernel_us, moved / like.bytes_per_us)
-        if info.matrix and fresh and operands:
-            cost = max(cost, 2 * fresh[0].numel * operands[-1].shape[-1] / like.flops_per_us)
-        if len(info.plans) > PLAN_LIMIT:
-            info.plans.clear()
-        out = False
-        if not resized:
-            by_host = info.by_host
-            if moved <= _PROBED:
-                out = self._probe(info, key, args, kwargs, tuple(fresh))
-            elif len(fresh) > 1 and _can_be_cut(info, key):
-                self._probe_small(info, key, args, kwargs)
-            if info.by_host and not by_host:
-                return self.plan(info, key, args, kwargs)
-        plan = info.plans[key] = ResultPlan(tuple(fresh), tuple(structure), cost, out, resized)
-        return plan
+def _operand_meta(info: OpInfo, value: Tensor) -> Meta:
+    _strided(info, value)
+    return meta_of(value)
 
-    def _operand_meta(self, info: OpInfo, value: Tensor) -> Meta:
-        self._strided(info, value)
-        return meta_of(value)
 
-    @staticmethod
-    def _strided(info: OpInfo, value: Tensor) -> None:
-        if not is_strided(value):
-            kind = "quantized" if value.is_quantized else "nested" if value.is_nested else str(value.layout)
-            raise NotImplementedError(
-                f"{info.name}: the result would be {kind}, and the simulated device has strided tensors only; use the host"
-            )
+def _strided(info: OpInfo, value: Tensor) -> None:
+    if not is_strided(value):
+        kind = "quantized" if value.is_quantized else "nested" if value.is_nested else str(value.layout)
+        raise NotImplementedError(
+            f"{info.name}: the result would be {kind}, and the simulated device has strided tensors only; use the host"
+        )
 
-    def _shapes(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Meta], _Resized]:
-        """Return the results' metas, the operands' metas, and the operands to be resized before the call."""
-        sketch = _Sketch(info, args, kwargs)
-        with torch.no_grad(), torch._C._InferenceMode(False):
-            if not info.native and not info.returns and not _has_fake(info):
-                return (), sketch.operands, ()
-            try:
-                asked = None if info.by_host else info.emulated or info.func
-                with warnings.catch_warnings():  # of a resize, which is told below or happens
-                    warnings.simplefilter("ignore")
-                    result = sketch.call(asked, _meta_tensor, META)
-            except NotImplementedError:
-                result = self._on_zeros(info, sketch)
-            except RuntimeError as error:
-                if "meta tensors" not in str(error):
-                    raise
-                raise NotImplementedError(
-                    f"{info.name}: what its results look like depends on values, and the simulated device doesn't wait for "
-                    "them here; run it on the host"
-                ) from error
-        resized: _Resized = ()
-        for name, made, meta in sketch.written:
-            if made.shape != meta.shape and made.dtype == meta.dtype and not meta.numel and name in info.outs:
-                resized += ((name, meta_of(made)),)  # an empty `out=` takes the shape of the result
-            elif made.shape != meta.shape or made.dtype != meta.dtype:
-                raise RuntimeError(
-                    f"{info.name}: the result has shape {tuple(made.shape)}, but {name!r} has {tuple(meta.shape)}: a tensor "
-                    "of the simulated device can't be resized by an operation; pass one of the right shape"
-                )
-        return result, sketch.operands, resized
 
-    def _on_zeros(self, info: OpInfo, sketch: _Sketch) -> Any:
+def _shapes(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Meta], _Resized]:
+    """Return the results' metas, the operands' metas, and the operands to be resized before the call."""
+    sketch = _Sketch(info, args, kwargs)
+    with torch.no_grad(), torch._C._InferenceMode(False):
+        if not info.native and not info.returns and not _has_fake(info):
+            return (), sketch.operands, ()
         try:
-            with exclude_ambient_dispatch():
-                return sketch.call(info.emulated or info.run, _zeros, CPU)
-        except NotImplementedError as error:
-            raise _missing(info, error) from error
+            asked = None if info.by_host else info.emulated or info.func
+            with warnings.catch_warnings():  # of a resize, which is told below or happens
+                warnings.simplefilter("ignore")
+                result = sketch.call(asked, _meta_tensor, META)
+        except NotImplementedError:
+            result = _on_zeros(info, sketch)
+        except RuntimeError as error:
+            if "meta tensors" not in str(error):
+                raise
+            raise NotImplementedError(
+                f"{info.name}: what its results look like depends on values, and the simulated device doesn't wait for "
+                "them here; run it on the host"
+            ) from error
+    resized: _Resized = ()
+    for name, made, meta in sketch.written:
+        if made.shape != meta.shape and made.dtype == meta.dtype and not meta.numel and name in info.outs:
+            resized += ((name, meta_of(made)),)  # an empty `out=` takes the shape of the result
+        elif made.shape != meta.shape or made.dtype != meta.dtype:
+            raise RuntimeError(
+                f"{info.name}: the result has shape {tuple(made.shape)}, but {name!r} has {tuple(meta.shape)}: a tensor "
+                "of the simulated device can't be resized by an operation; pass one of the right shape"
+            )
+    return result, sketch.operands, resized
 
-    def _probe(
-        self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]
-    ) -> bool:
-        """Run the operator once on zeros; return True if the `out=` overload writes to the passed tensors
-        without a resize.
-        """
-        if not _probed(info):
-            return False
-        kind = _kind(key)
-        found = info.probed.get(kind)
-        if found is None:
-            if len(info.probed) > PLAN_LIMIT:
-                info.probed.clear()
-            found = info.probed[kind] = self._try(info, args, kwargs, fresh)
-        return found
 
-    def _try(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]) -> bool:
-        sketch = _Sketch(info, args, kwargs)
-        result = self._run_on_zeros(info, sketch, _zeros)
-        if result is None:
-            return False
-        made = _fresh(info, result)
-        for value in made:
-            if value is not None:
-                self._strided(info, value)
-        if not _shapes_match(info, made, fresh):
-            return False
-        if info.writes or None in fresh:
-            return False
-        return info.out is not None and bool(fresh) and self._keeps_storage(info, sketch, fresh)
+def _on_zeros(info: OpInfo, sketch: _Sketch) -> Any:
+    try:
+        with exclude_ambient_dispatch():
+            return sketch.call(info.emulated or info.run, _zeros, CPU)
+    except NotImplementedError as error:
+        raise _missing(info, error) from error
 
-    def _probe_small(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run a large call once with small zero operands, to find out whether the host kernel exists and its result shapes.
 
-        Draws no conclusion if the shortened operands don't fit together.
-        """
-        kind = ("cut", *_kind(key))
-        if not _probed(info) or info.by_host or kind in info.probed:
-            return
+def _probe(
+    info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]
+) -> bool:
+    """Run the operator once on zeros; return True if the `out=` overload writes to the passed tensors
+    without a resize.
+    """
+    if not _probed(info):
+        return False
+    kind = _kind(key)
+    found = info.probed.get(kind)
+    if found is None:
         if len(info.probed) > PLAN_LIMIT:
             info.probed.clear()
-        info.probed[kind] = False
-        sketch = _Sketch(info, args, kwargs)
-        made = self._run_on_zeros(info, sketch, lambda meta: _zeros(self._small_meta(meta)))
-        if made is None:
-            return
-        try:
-            with torch.no_grad(), torch._C._InferenceMode(False):
-                look = sketch.call(info.func, lambda meta: _meta_tensor(self._small_meta(meta)), META)
-        except Exception:
-            return
-        _shapes_match(info, _fresh(info, made), _fresh(info, look))
+        found = info.probed[kind] = _try(info, args, kwargs, fresh)
+    return found
 
-    def _small_meta(self, meta: Meta) -> Meta:
-        """Return the operand's meta with each dimension limited to `_CUT`; equal dimensions stay equal."""
-        shape = tuple(min(size, _CUT) for size in meta.shape)
-        return intern_meta(torch.Size(shape), contiguous(shape), meta.dtype)
 
-    @staticmethod
-    def _run_on_zeros(info: OpInfo, sketch: _Sketch, make: Callable[[Meta], Tensor]) -> Any:
-        """Return the host kernel's result on zeros, or None if zeros are invalid values for the operator.
+def _try(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]) -> bool:
+    sketch = _Sketch(info, args, kwargs)
+    result = _run_on_zeros(info, sketch, _zeros)
+    if result is None:
+        return False
+    made = _fresh(info, result)
+    for value in made:
+        if value is not None:
+            _strided(info, value)
+    if not _shapes_match(info, made, fresh):
+        return False
+    if info.writes or None in fresh:
+        return False
+    return info.out is not None and bool(fresh) and _keeps_storage(info, sketch, fresh)
 
-        Raises `NotImplementedError` if the host has no kernel for the operands.
-        """
-        try:
-            # What a call on zeros has to say (an index, a singular matrix) is of no interest; only what can't be done is.
-            with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), exclude_ambient_dispatch():
-                warnings.simplefilter("ignore")
-                return sketch.call(info.run, make, CPU)
-        except NotImplementedError as error:
+
+def _probe_small(info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run a large call once with small zero operands, to find out whether the host kernel exists and its result shapes.
+
+    Draws no conclusion if the shortened operands don't fit together.
+    """
+    kind = ("cut", *_kind(key))
+    if not _probed(info) or info.by_host or kind in info.probed:
+        return
+    if len(info.probed) > PLAN_LIMIT:
+        info.probed.clear()
+    info.probed[kind] = False
+    sketch = _Sketch(info, args, kwargs)
+    made = _run_on_zeros(info, sketch, lambda meta: _zeros(_small_meta(meta)))
+    if made is None:
+        return
+    try:
+        with torch.no_grad(), torch._C._InferenceMode(False):
+            look = sketch.call(info.func, lambda meta: _meta_tensor(_small_meta(meta)), META)
+    except Exception:
+        return
+    _shapes_match(info, _fresh(info, made), _fresh(info, look))
+
+
+def _small_meta(meta: Meta) -> Meta:
+    """Return the operand's meta with each dimension limited to `_CUT`; equal dimensions stay equal."""
+    shape = tuple(min(size, _CUT) for size in meta.shape)
+    return intern_meta(torch.Size(shape), contiguous(shape), meta.dtype)
+
+
+def _run_on_zeros(info: OpInfo, sketch: _Sketch, make: Callable[[Meta], Tensor]) -> Any:
+    """Return the host kernel's result on zeros, or None if zeros are invalid values for the operator.
+
+    Raises `NotImplementedError` if the host has no kernel for the operands.
+    """
+    try:
+        # What a call on zeros has to say (an index, a singular matrix) is of no interest; only what can't be done is.
+        with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), exclude_ambient_dispatch():
+            warnings.simplefilter("ignore")
+            return sketch.call(info.run, make, CPU)
+    except NotImplementedError as error:
+        raise _missing(info, error) from error
+    except Exception as error:
+        if "not implemented for" in str(error) or "not supported on" in str(error):
             raise _missing(info, error) from error
-        except Exception as error:
-            if "not implemented for" in str(error) or "not supported on" in str(error):
-                raise _missing(info, error) from error
-            return None
+        return None
 
-    @staticmethod
-    def _keeps_storage(info: OpInfo, sketch: _Sketch, fresh: tuple[Any, ...]) -> bool:
-        outs = [_zeros(meta) for meta in fresh]
-        before = [(out.data_ptr(), out.shape, out.stride()) for out in outs]
-        try:
-            with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), exclude_ambient_dispatch():
-                warnings.simplefilter("ignore")
-                sketch.call(info.out, _zeros, CPU, dict(zip(info.out_names, outs, strict=True)))
-        except Exception:
-            return False
-        return before == [(out.data_ptr(), out.shape, out.stride()) for out in outs]
+
+def _keeps_storage(info: OpInfo, sketch: _Sketch, fresh: tuple[Any, ...]) -> bool:
+    outs = [_zeros(meta) for meta in fresh]
+    before = [(out.data_ptr(), out.shape, out.stride()) for out in outs]
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), exclude_ambient_dispatch():
+            warnings.simplefilter("ignore")
+            sketch.call(info.out, _zeros, CPU, dict(zip(info.out_names, outs, strict=True)))
+    except Exception:
+        return False
+    return before == [(out.data_ptr(), out.shape, out.stride()) for out in outs]
 
 
 class _Sketch:

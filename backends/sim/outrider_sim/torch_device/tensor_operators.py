@@ -18,6 +18,7 @@ from outrider_sim.machine.memory import Meta, contiguous, intern_meta, meta_of
 from outrider_sim.machine.pinned import PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
 from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, Seeded, extent, without_generator
+from outrider_sim.torch_device.planning import plan_call
 from outrider_sim.torch_device.tensor import HostStorage, SimStorage, SimTensor, bytes_of, to_device, wrap
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class TensorOperators:
             key.append(name)
             self._dispatcher.convert(value, key, info)
         looked_up = tuple(key)
-        plan = info.plans.get(looked_up) or self._dispatcher.planner.plan(info, looked_up, args, {**kwargs, "device": META})
+        like = self._dispatcher.current.machine.like
+        plan = info.plans.get(looked_up) or plan_call(info, looked_up, args, {**kwargs, "device": META}, like)
         sim = self._dispatcher.current
         return self._dispatcher.allocate(sim, plan.outs[0], sim.machine.stream)
 

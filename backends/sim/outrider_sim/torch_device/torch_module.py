@@ -266,11 +266,6 @@ def synchronize(device: Any = None) -> None:
     _backend().synchronize()
 
 
-def empty_pinned(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return uninitialized pinned host memory (torch's own `pin_memory=True` needs an accelerator build)."""
-    return _backend().sim.pinned(tuple(shape), dtype or torch.get_default_dtype())
-
-
 def _device_count() -> int:
     found = registered()
     return 1 if found is None else len(found.dispatcher.current.machine.scheduler.machines)
@@ -348,42 +343,34 @@ def _reset_peaks() -> None:
 def make_module(name: str) -> ModuleType:
     """Create the module `torch.<name>` of the simulated device."""
     module = ModuleType(f"torch.{name}", "A simulated accelerator.")
+    named = (
+        *(CUDAGraph, MemPool, _sleep, current_stream, default_stream, graph, graph_pool_handle, is_current_stream_capturing),
+        *(make_graphed_callables, set_stream, stream, synchronize, use_mem_pool),
+        *(launches.copy_unordered, launches.peer_view, launches.remap),
+    )
     members: dict[str, Any] = {
-        "CUDAGraph": CUDAGraph,
+        **{each.__name__: each for each in named},
         "Event": SimTorchEvent,
         "Stream": SimTorchStream,
         "StreamContext": stream,
         "_initialized": True,  # without it, checkpointing doesn't restore random states
         "_is_in_bad_fork": lambda: False,
         "current_device": lambda: _backend().sim.machine.rank,
-        "current_stream": current_stream,
-        "default_stream": default_stream,
         "device": lambda device: nullcontext(),  # the scope has no effect
         "device_count": _device_count,
         "empty_cache": _empty_cache,
-        "empty_pinned": empty_pinned,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "ExternalStream": external_stream,
-        "MemPool": MemPool,
-        "_sleep": _sleep,
-        "copy_unordered": launches.copy_unordered,
-        "peer_view": launches.peer_view,
-        "remap": launches.remap,
         "declare_rows": lambda operator, operands: _dispatcher().declare_rows(operator, operands),
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_properties": _device_properties,
-        "make_graphed_callables": make_graphed_callables,
         "nvtx": _nvtx(),
-        "use_mem_pool": use_mem_pool,
         "get_device_name": lambda device=None: f"simulated, like {_backend().sim.options.like.name}",
         "get_rng_state": _get_rng_state,
-        "graph": graph,
-        "graph_pool_handle": graph_pool_handle,
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "can_device_access_peer": lambda device, peer: False,
         "reset_max_memory_allocated": lambda device=None: _reset_peaks(),
-        "is_current_stream_capturing": is_current_stream_capturing,
         "is_initialized": lambda: True,
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed,
@@ -395,9 +382,6 @@ def make_module(name: str) -> ModuleType:
         "reset_peak_memory_stats": lambda device=None: _reset_peaks(),
         "set_device": _set_device,
         "set_rng_state": _set_rng_state,
-        "set_stream": set_stream,
-        "stream": stream,
-        "synchronize": synchronize,
     }
     for key, value in members.items():
         setattr(module, key, value)
