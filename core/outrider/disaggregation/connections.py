@@ -122,13 +122,6 @@ class ProcessRole(StrEnum):
     CLIENT = "client"
 
 
-_ALLOWED_PEERS: Mapping[ProcessRole, frozenset[ProcessRole]] = {
-    ProcessRole.PREFILL: frozenset({ProcessRole.DECODE, ProcessRole.CLIENT}),
-    ProcessRole.DECODE: frozenset({ProcessRole.PREFILL, ProcessRole.CLIENT}),
-    ProcessRole.CLIENT: frozenset({ProcessRole.PREFILL, ProcessRole.DECODE}),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
     """The address of a server: a host and a port."""
@@ -379,7 +372,7 @@ class ConnectionHub:
                 if body["version"] != VERSION:
                     raise WireError(f"it speaks version {body['version']!r} of these messages, this one speaks {VERSION}")
                 connection.role, connection.peer_nonce = ProcessRole(body["role"]), bytes.fromhex(body["nonce"])
-                if connection.role not in _ALLOWED_PEERS[self._role] or len(connection.peer_nonce) != _NONCE_BYTES:
+                if connection.role is self._role or len(connection.peer_nonce) != _NONCE_BYTES:
                     raise WireError(f"a {connection.role} has nothing to say to a {self._role}")
                 self._queue(connection, WireMessage("proof", {"proof": self._proof(connection.peer_nonce, self._role)}))
             elif message.kind == "proof" and connection.role is not None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 from outrider.cli.options.rank_processes import check_expert_parallel, first_rank
 from outrider.device import DeviceError, OutriderError
@@ -54,26 +53,14 @@ _SNAPSHOT_INTERVAL_S = 0.1
 """Minimum seconds between two snapshots while the engine has requests."""
 
 
-class EnginePort(Protocol):
-    """The engine's end of the connection to its server."""
-
-    def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
-        """Return the commands received since the last call, in order. With ``block`` wait for at least one.
-
-        If the server is gone, the port returns :class:`StopEngine`.
-        """
-
-    def send(self, events: Sequence[EngineEvent]) -> None:
-        """Send ``events`` to the server. Events that the server hasn't read yet are queued."""
-
-
 class EngineLoop:
     """The loop of an engine that serves, in the thread that owns the engine.
 
-    The loop retries recoverable device failures, and requests keep their tokens. Any other error ends the loop.
+    The loop retries recoverable device failures, and requests keep their tokens. Any other error ends the loop. ``port`` is
+    the engine's end of the connection.
     """
 
-    def __init__(self, engine: Engine, port: EnginePort) -> None:
+    def __init__(self, engine: Engine, port: EngineThread | _ChildPort) -> None:
         self._engine = engine
         self._port = port
         self._sample_of: dict[int, tuple[int, int]] = {}
@@ -322,7 +309,7 @@ class _EventProtocol(asyncio.Protocol):
 
 
 class _ChildPort:
-    """The engine's end of the socket pair, an :class:`EnginePort` in the child process."""
+    """The engine's end of the socket pair, in the child process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
