@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 
 from outrider.cli.options.rank_processes import check_expert_parallel, first_rank
 from outrider.device import DeviceError, OutriderError
+from outrider.disaggregation.connections import MessageDecoder
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.ranks.processes import ChildRanks
@@ -34,17 +35,13 @@ from outrider.serve.connection.engine_messages import (
     EngineFailed,
     EngineInfo,
     EngineSnapshot,
-    FrameDecoder,
     RequestAdmitted,
     RequestRefused,
     SampleOutput,
     StopEngine,
     SubmitRequest,
-    command_of_wire,
-    command_to_wire,
-    event_of_wire,
-    event_to_wire,
-    frame,
+    decode_messages,
+    encode_messages,
 )
 
 _GUIDE_POLL_INTERVAL_S = 0.01
@@ -218,6 +215,7 @@ class EngineThread(EngineClient):
 
 
 _RECEIVE_BYTES = 1 << 18
+_MAX_FRAME_BYTES = 1 << 40
 _SOCKET_BUFFER_BYTES = 8 << 20
 _EXIT_TIMEOUT_S = 10.0
 """Seconds that a child process has to exit after it was told to end. Then it is killed."""
@@ -272,7 +270,7 @@ class EngineProcess(EngineClient):
 
     def _send(self, command: EngineCommand) -> None:
         assert self._transport is not None
-        self._transport.write(frame(command_to_wire(command)))
+        self._transport.write(encode_messages([command]))
 
     def _handle_disconnect(self) -> None:
         if self.error is None:
@@ -294,11 +292,11 @@ class _EventProtocol(asyncio.Protocol):
 
     def __init__(self, client: EngineProcess) -> None:
         self._client = client
-        self._frames = FrameDecoder()
+        self._frames = MessageDecoder(_MAX_FRAME_BYTES)
 
     def data_received(self, data: bytes) -> None:
-        for events in self._frames.add(data):
-            self._client._handle([event_of_wire(event) for event in events])
+        for frame in self._frames.feed(data):
+            self._client._handle(decode_messages(frame))
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
@@ -313,7 +311,7 @@ class _ChildPort:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._frames = FrameDecoder()
+        self._frames = MessageDecoder(_MAX_FRAME_BYTES)
 
     def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
         """Return the commands that the socket has received; with ``block`` wait for one. A closed connection returns
@@ -326,12 +324,13 @@ class _ChildPort:
             piece = self._socket.recv(_RECEIVE_BYTES)
             if not piece:
                 return [StopEngine()]
-            commands.extend(command_of_wire(command) for command in self._frames.add(piece))
+            for frame in self._frames.feed(piece):
+                commands += decode_messages(frame)
         return commands
 
     def send(self, events: Sequence[EngineEvent]) -> None:
         """Send ``events`` in one frame. Blocks while the socket's buffers are full."""
-        self._socket.sendall(frame([event_to_wire(event) for event in events]))
+        self._socket.sendall(encode_messages(events))
 
 
 def _serve(first_rank: Callable[[], AbstractContextManager[Engine]], descriptor: int) -> None:
