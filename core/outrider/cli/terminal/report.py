@@ -190,10 +190,10 @@ def note(text: str) -> None:
     try:
         write(sys.stderr, wrap_words(text, sys.stderr))
     except OSError:
-        _drop_unwritten(sys.stderr)
+        drop_unwritten(sys.stderr)
 
 
-def _drop_unwritten(stream: TextIO) -> None:
+def drop_unwritten(stream: TextIO) -> None:
     """Discard buffered text that a stream could not write; Python would fail to flush it at exit and return code 120."""
     with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # in a test it may be no real file
         descriptor = stream.fileno()
@@ -237,8 +237,9 @@ def show_progress(shown: bool = True) -> Generator[Tell]:
     Total 0: the amount of work is unknown.
     """
     console = Console(stderr=True)
+    # rich also counts a file or a pipe as a terminal where FORCE_COLOR is set.
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), _Amount(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and _has_terminal())) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and sys.stderr.isatty())) as bars:
         bar_of: dict[str, TaskID] = {}
 
         def tell(task: str, done: int, total: int) -> None:
@@ -272,8 +273,3 @@ def highlighter() -> Callable[[str], str]:
     if not sys.stdout.isatty() or console.no_color or console.color_system is None:
         return str
     return partial(Style(color="green").render, color_system=ColorSystem.STANDARD)
-
-
-def _has_terminal() -> bool:
-    """Return whether standard error is a terminal. rich also counts a file or a pipe as one where FORCE_COLOR is set."""
-    return sys.stderr.isatty()
