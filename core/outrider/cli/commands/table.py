@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -29,7 +28,7 @@ _LIKELY_OPTIONS = ("--prompt", "--model")
 
 
 class CheckedCommand(TyperCommand):
-    """A command that refuses texts that are empty or not UTF-8, numbers that aren't finite, and surplus arguments."""
+    """A command that refuses texts that are empty or not UTF-8, and surplus arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line ``args``. Raises :class:`UsageError` for a value that the class refuses, and typer's own
@@ -41,10 +40,6 @@ class CheckedCommand(TyperCommand):
         surplus = super().parse_args(ctx, args)
         if surplus and not surplus_allowed and not ctx.resilient_parsing:
             raise UsageError(f"unexpected argument {shown(surplus[0])}; {self._advice(ctx, surplus[0])}")
-        for each in self.params:
-            value = ctx.params.get(each.name or "")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{each.opts[0]} is {value}; expected a finite number")
         return surplus
 
     def _advice(self, ctx: Any, surplus: str) -> str:
