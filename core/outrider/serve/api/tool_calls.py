@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
@@ -26,17 +26,6 @@ _VALUE_KEYWORDS = ("const", "enum", "default", "examples")
 """Keywords of JSON Schema that hold values, in which ``$ref`` is no reference."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Field names of response templates that the API reports as ``reasoning_content``."""
-
-
-class ToolCallReader(Protocol):
-    """An incremental parser: turns the text of one choice into deltas of a chat message."""
-
-    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Return the message delta that ``text`` completes, possibly empty. ``last`` says that no more text follows."""
-
-    @property
-    def has_calls(self) -> bool:
-        """Return whether the text has tool calls, so that the finish reason is ``tool_calls``."""
 
 
 class NamedToolReader:
@@ -137,6 +126,10 @@ class ReasoningReader:
             text = text.lstrip()
             self._has_content = bool(text)
         return delta | self._inner.feed(text, last=last)
+
+
+ToolCallReader = NamedToolReader | FormatReader | ParsedResponseReader | ReasoningReader
+"""An incremental parser: turns the text of one choice into deltas of a chat message."""
 
 
 class RequestToolCalls:
