@@ -380,7 +380,7 @@ def launched(engine: Engine, command_choices: Sequence[Choice] = ()) -> dict[str
     """Return how the engine launches its iterations, and the choices of engine and command, as keys of a report."""
     config = engine.config
     modes = {"mode": config.mode, "graphs": config.graphs, "overlap": config.overlap}
-    return {"dtype": config.dtype, **modes, "chosen": [asdict(choice) for choice in (*command_choices, *engine.chosen)]}
+    return {"dtype": config.dtype, **modes, "chosen": chosen(engine, command_choices)}
 
 
 _COPY_FORMAT = 1
@@ -427,6 +427,11 @@ def find_quantized_copy(source: Path, weight_format: str) -> Path:
         f"{before:.0f}; the copy in {target} is used again\n"
     )
     return target
+
+
+def chosen(engine: Engine, command_choices: Sequence[Choice] = ()) -> list[dict[str, object]]:
+    """Return the settings that the engine and the command chose, with the reasons, as JSON data."""
+    return [asdict(choice) for choice in (*command_choices, *engine.chosen)]
 
 
 def print_engine(engine: Engine, command_choices: Sequence[Choice] = ()) -> None:
