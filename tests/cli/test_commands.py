@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.commands import table
-from outrider.cli.commands.table import GROUP, OWN, BrokenCommand, CommandUnavailable, commands, group
+from outrider.cli.commands.table import GROUP, OWN, CommandUnavailable, commands, group
 
 
 def offer(name, value, distribution=None):
@@ -29,12 +29,10 @@ def test_a_dot_makes_a_group():
 
 def test_two_packages_with_one_name_are_both_named():
     table = commands([offer("more", "one:more", "first"), offer("more", "two:more", "second"), offer("other", "three:other")])
-    assert table["more"] == BrokenCommand("first (one:more) and second (two:more) both offer a command 'more'")
+    assert table["more"].reason == "first (one:more) and second (two:more) both offer a command 'more'"
     assert table["other"] == "three:other"
     table = commands([offer("bench.more", "one:more", "first"), offer("bench.more", "two:more", "second")])
-    assert table["bench"] == {
-        "more": BrokenCommand("first (one:more) and second (two:more) both offer a command 'bench more'")
-    }
+    assert table["bench"]["more"].reason == "first (one:more) and second (two:more) both offer a command 'bench more'"
 
 
 def test_one_package_seen_twice_is_one():
@@ -43,7 +41,7 @@ def test_one_package_seen_twice_is_one():
 
 def test_a_command_and_a_group_of_one_name_exclude_each_other():
     found = commands([offer("bench", "one:bench"), offer("bench.a", "two:a")])["bench"]
-    assert isinstance(found, BrokenCommand)
+    assert isinstance(found, CommandUnavailable)
     assert "as a group" in found.reason
 
 
@@ -64,7 +62,7 @@ def app(monkeypatch, tmp_path):
         "torn": "torn_commands:torn",
         "leaving": "leaving_commands:leave",
         "absent": "good_commands:not_there",
-        "twice": BrokenCommand("two packages offer it"),
+        "twice": CommandUnavailable("two packages offer it"),
     }
     yield group(table, help="Made up.")
     sys.modules.pop("good_commands", None)
@@ -157,19 +155,3 @@ def test_an_engine_has_at_most_20_settings():
     from outrider import EngineConfig
 
     assert len({field.name for field in fields(EngineConfig)} - {"state_checkpoints"}) <= 20
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        ("generate", "--prompt", "a", "--min-p", "0.5"),
-        ("generate", "--prompt", "a", "--mode", "fused"),
-        ("chat", "--repetition-penalty", "2"),
-        ("serve", "--metrics-names", "vllm"),
-        ("prefill-server",),
-    ],
-)
-def test_an_option_or_command_that_is_unknown_is_wrong_usage(outrider, line):
-    result = outrider(*line)
-    assert result.code == 2
-    assert f"No such {'option' if len(line) > 1 else 'command'}" in result.err

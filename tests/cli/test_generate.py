@@ -168,13 +168,7 @@ def test_the_environment_names_the_backend(outrider, monkeypatch):
         (["--token-ids", "1,two"], "UsageError", "--token-ids is '1,two'; expected whole numbers"),
         (["--token-ids", "1", "--prompt", "a"], "UsageError", "--token-ids is a prompt, and so are"),
         (["--token-ids", "999999"], "RequestError", "999999"),
-        (["--prompt", "a", "--max-tokens", "-1"], "UsageError", "--max-tokens is -1"),
-        (["--prompt", "a", "--max-tokens", "0"], "UsageError", "--max-tokens is 0"),
-        (["--prompt", "a", "--temperature", "nan"], "UsageError", "--temperature is nan"),
-        (["--prompt", "a", "--temperature", "-1"], "UsageError", "--temperature is -1"),
         (["--prompt", "a", "--seed", str(2**70)], "UsageError", "--seed is"),
-        (["--prompt", "a", "--draft-tokens", "0"], "UsageError", "--draft-tokens is 0"),
-        (["--prompt", "a", "--dtype", "int8"], "UsageError", "--dtype is 'int8'"),
         (
             ["--prompt", "a", "--speculate", "medusa"],
             "UsageError",
@@ -205,11 +199,6 @@ def test_bad_input(outrider, arguments, kind, message):
     error = outrider("generate", *arguments, "--json").json["error"]
     assert error["type"] == kind
     assert message in error["message"]
-
-
-@pytest.mark.parametrize("arguments", [["--max-tokens", "many"], ["--temperature", "warm"], ["--beam", "4"]])
-def test_wrong_usage(outrider, arguments):
-    assert outrider("generate", "--prompt", "a", *arguments).code == 2
 
 
 def test_not_text(outrider, tmp_path):

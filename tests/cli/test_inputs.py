@@ -65,20 +65,6 @@ def test_a_tree_has_a_most():
         EngineConfig(draft_tokens=50, draft_topk=100)
 
 
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        (("--draft-tokens", "100000"), "--draft-tokens is 100000"),
-        (("--draft-topk", "9999999"), "--draft-topk is 9999999"),
-        (("--max-tokens", "0"), "--max-tokens is 0"),
-        (("--max-tokens", "-1"), "--max-tokens is -1"),
-    ],
-)
-def test_sizes_on_the_command_line(outrider, option, says):
-    result = outrider("generate", "--prompt", "a", "--backend", "cpu", *option, "--json")
-    assert says in result.json["error"]["message"]
-
-
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_made():
     from outrider.bundled import bundled
     from outrider.engine.engine import Engine

@@ -47,13 +47,6 @@ def test_a_lookup_for_one_request_on_the_host_drafts_by_repeats(kind, others, po
     engine.close()
 
 
-def test_an_unknown_proposer_is_named_with_the_known_ones(outrider):
-    result = outrider("generate", "--prompt", "x", "--speculate", "medusa")
-    assert result.code == 2
-    assert "medusa" in result.err
-    assert "draft-model" in result.err
-
-
 @pytest.mark.parametrize("collects", [True, False])
 def test_nothing_is_collected_while_an_engine_starts(monkeypatch, collects):
     """And afterwards as before, also where the start fails."""

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from outrider.cli.options import option_values
-from outrider.cli.options.option_values import UsageError, one_of
+from outrider.cli.options.option_values import UsageError
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 
 PARSE_ALL = """
@@ -169,11 +169,6 @@ def test_a_wrong_value_ends_at_once(child):
 def cpu_seconds_of_children():
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def test_a_kind_of_value_says_what_it_expects():
-    assert one_of("a", "b").problem("c") == "expected one of a, b"
-    assert one_of("a", "b").metavar == "a|b"
 
 
 SERVE = """

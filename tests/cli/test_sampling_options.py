@@ -58,18 +58,3 @@ def test_an_output_follows_a_guide(outrider, tmp_path):
 def test_a_guide_that_is_wrong(outrider, options, message):
     result = outrider(*COMMON, *options)
     assert (result.code, message in result.out + result.err) == (2, True), result.out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--top-p", "0"), "--top-p is 0.0; expected a number above 0"),
-        (("--top-k", "-1"), "--top-k is -1; expected"),
-        (("--stop", ""), "--stop is empty"),
-        (("--compare", "--temperature", "1"), "--compare compares greedy decoding"),
-    ],
-)
-def test_bad_values(outrider, options, message):
-    result = outrider(*COMMON, *options)
-    assert result.code == 2
-    assert message in result.json["error"]["message"]

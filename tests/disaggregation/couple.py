@@ -5,9 +5,11 @@ from collections import deque
 
 from outrider.disaggregation.connections import MessageDecoder
 from outrider.disaggregation.decode_worker import DecodeWorker
-from outrider.disaggregation.page_landing import LandingRegistry, registered_memory
+from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry, registered_memory
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.engine.ranks.ranks import ParallelConfig
+from outrider.transports.link import LocalTransport
+from ranks.threads import run_bodies
 
 PEER = 1
 LIMIT_S = 60
@@ -92,3 +94,36 @@ class Couple:
     def close(self):
         self.prefill.remove_peer(PEER)
         self.decode.remove_peer(PEER)
+
+
+def on_ranks(layout, make, make_giver, lead):
+    """What ``lead`` returns for the couple of a prefill engine and a decode engine on several ranks, which are threads.
+
+    Afterwards no engine holds a page or a row that it didn't hold before.
+    """
+    transport = LocalTransport()
+
+    def free(engine):
+        return engine.free_pages, engine.free_rows
+
+    def body(ranks):
+        engine, found = make(ranks), None
+        before = free(engine)
+        if engine.follows:
+            links = FollowerLinks(engine, transport, rank=ranks.rank)
+            engine.follow(links.execute_query)
+            assert not links._links
+        else:
+            try:
+                sides = Couple(make_giver(), engine, transport)
+                given = free(sides.prefill.engine)
+                found = lead(sides)
+                sides.rest()
+                assert free(sides.prefill.engine) == given
+                sides.close()
+            finally:
+                engine.close()
+        assert free(engine) == before
+        return found
+
+    return run_bodies(layout, body)[0]

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disaggregation import test_servers
+from disaggregation import couple, test_servers
 from disaggregation.couple import Couple
 from disaggregation.test_sides import free, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.disaggregation import page_landing
 from outrider.disaggregation.codec import check_fit, engine_fit
-from outrider.disaggregation.page_landing import FollowerLinks
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.registry.engine_plugins import get_transport
 from outrider.transports.link import LocalLink, LocalTransport, _LocalTransfer
@@ -23,7 +22,6 @@ from outrider_proof.tiny import plain_config
 from outrider_sim.exploration import run_once
 from outrider_sim.strategies import make_strategy
 from proof import rank_landing
-from ranks.threads import run_bodies
 
 NEW = 10
 CONFIG = {"dtype": "float64", "max_context": 64, "page_size": 4, "max_requests": 3, "num_pages": 60, "prefill_chunk": 8}
@@ -184,27 +182,10 @@ def test_each_side_keeps_the_prefixes_that_it_computed():
 
 
 def on_ranks(proposer, layout):
-    """The tokens of each prompt of a decode engine on several ranks, which all end with the rows and pages that they had."""
-    transport = LocalTransport()
-
-    def body(ranks):
-        engine = made(proposer, ranks)
-        before = engine.free_pages, engine.free_rows
-        found = None
-        if engine.follows:
-            links = FollowerLinks(engine, transport, rank=ranks.rank)
-            engine.follow(links.execute_query)
-        else:
-            try:
-                sides = Couple(made(proposer, wide=True), engine, transport)
-                found = served(sides, PROMPTS)
-                sides.close()
-            finally:
-                engine.close()
-        assert (engine.free_pages, engine.free_rows) == before
-        return found
-
-    return run_bodies(ParallelConfig(tensor=layout[0], data=layout[1], timeout_s=60), body)[0]
+    """The tokens of each prompt of a decode engine on several ranks."""
+    parallel = ParallelConfig(tensor=layout[0], data=layout[1], timeout_s=60)
+    make, make_giver = (lambda ranks: made(proposer, ranks)), (lambda: made(proposer, wide=True))
+    return couple.on_ranks(parallel, make, make_giver, lambda sides: served(sides, PROMPTS))
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from disaggregation.couple import Couple
+from disaggregation import couple
 from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
 from outrider.disaggregation import page_landing
 from outrider.disaggregation.codec import engine_fit
 from outrider.disaggregation.connections import WireError, WireMessage
-from outrider.disaggregation.page_landing import FollowerLinks
 from outrider.disaggregation.server import _layout_of
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
 from outrider.model import Shard
 from outrider.transports import LinkDown
-from outrider.transports.link import LocalTransport
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
@@ -38,33 +36,8 @@ def made(name, ranks=None, **fields):
 
 
 def on_ranks(name, lead, data=2, tensor=1, **fields):
-    """What ``lead`` returns for a prefill engine and a decode engine on several ranks; no rank keeps a page or a row."""
-    transport = LocalTransport()
-
-    def body(ranks):
-        engine = made(name, ranks, **fields)
-        before = engine.free_pages, engine.free_rows
-        found = None
-        if engine.follows:
-            pages = FollowerLinks(engine, transport, rank=ranks.rank)
-            engine.follow(pages.execute_query)
-            assert not pages._links
-        else:
-            try:
-                giver = made(name)
-                sides = Couple(giver, engine, transport)
-                free = giver.free_pages, giver.free_rows
-                found = lead(sides)
-                sides.rest()
-                giver = sides.prefill.engine
-                assert (giver.free_pages, giver.free_rows) == free
-                sides.close()
-            finally:
-                engine.close()
-        assert (engine.free_pages, engine.free_rows) == before
-        return found
-
-    return run_bodies(ParallelConfig(data=data, tensor=tensor, timeout_s=60), body)[0]
+    layout = ParallelConfig(data=data, tensor=tensor, timeout_s=60)
+    return couple.on_ranks(layout, lambda ranks: made(name, ranks, **fields), lambda: made(name), lead)
 
 
 def groups_of(engine):

@@ -58,6 +58,15 @@ def free(sides):
     return [(each.engine.free_pages, each.engine.free_rows) for each in (sides.prefill, sides.decode)]
 
 
+def serve_all(sides, given):
+    """Each prompt gets the tokens of one engine, and both sides are as before."""
+    before = free(sides)
+    for prompt in given:
+        sides.submit(state(prompt))
+    sides.run()
+    check(sides, given, before)
+
+
 def check(sides, given, before):
     sides.rest()
     for key, prompt in enumerate(given):
@@ -92,24 +101,16 @@ def test_a_device_that_keeps_failing_ends_the_decode_server(monkeypatch, faults,
 @pytest.mark.parametrize("name", ["none", "eagle", "eagle-tree", "mtp", "draft-model", "ngram"])
 def test_tokens_are_those_of_one_engine(name, overlap):
     sides = couple(name, overlap=overlap, prefill_chunk=5, num_pages=40)
-    before, given = free(sides), prompts(name, 6)
-    for prompt in given:
-        sides.submit(state(prompt))
-    sides.run()
-    check(sides, given, before)
+    serve_all(sides, prompts(name, 6))
     counts = sides.decode.counts
-    assert counts["arrived"] == len(given) - counts["finished_there"] > 0
+    assert counts["arrived"] == 6 - counts["finished_there"] > 0
     sides.close()
 
 
 @pytest.mark.parametrize("transport", ["torch", pytest.param("nixl", marks=pytest.mark.needs_nixl)])
 def test_over_transports_of_processes(transport):
     sides = couple("eagle", get_transport(transport), overlap=True)
-    before, given = free(sides), prompts(transport, 5)
-    for prompt in given:
-        sides.submit(state(prompt))
-    sides.run()
-    check(sides, given, before)
+    serve_all(sides, prompts(transport, 5))
     sides.close()
 
 
@@ -209,11 +210,7 @@ def test_options_go_along():
 def test_a_decode_side_short_of_pages_takes_them_one_by_one():
     """Pages for two at a time: others wait in the prefill engine, and nothing is stuck."""
     sides = Couple(engine("eagle", num_pages=60), engine("eagle", num_pages=14), LocalTransport())
-    before, given = free(sides), prompts(8, 7)
-    for prompt in given:
-        sides.submit(state(prompt))
-    sides.run()
-    check(sides, given, before)
+    serve_all(sides, prompts(8, 7))
     sides.close()
 
 

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from outrider import Engine, SamplingParams
 from outrider.cli.commands.generate import StreamedOutput
-from outrider.cli.options.option_records import EncodedPrompt
 from outrider.errors import CheckpointError
 from outrider.model import Tokenizer
 from outrider_cpu.backend import CpuBackend
@@ -98,7 +97,7 @@ def test_a_completion_keeps_its_first_space(tmp_path, stop):
     engine = Engine.from_checkpoint(tmp_path, CpuBackend(), config=plain_config())
     prompt = engine.tokenizer.encode("the cat")
     params = SamplingParams(max_tokens=3, stop=stop, logit_bias={engine.tokenizer.token_id("▁the"): 1000})
-    output = StreamedOutput(EncodedPrompt(tuple(prompt)))
+    output = StreamedOutput(tuple(prompt))
     output.stream(engine, params, None)
     reference = AutoTokenizer.from_pretrained(tmp_path)
     whole = reference.decode([*prompt, *output.tokens], skip_special_tokens=True)

@@ -338,7 +338,7 @@ def test_a_draining_server_ends_what_runs_and_takes_nothing_new(server, http, mo
             while other.get("/ready").status_code == 200:
                 time.sleep(0.005)
             refused(other.post("/v1/completions", json=ASKED), 503, code="draining", kind="server_error")
-            assert other.get("/health").status_code == 200
+            assert all(other.get(path).status_code == 200 for path in ("/health", "/metrics", "/version", "/v1/models"))
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert ended.result(30) is True
 

@@ -4,9 +4,9 @@ import asyncio
 import json
 
 import httpx
-import pytest
 
 from outrider import SamplingParams
+from serve.reading import chunks_of
 from serve.test_api import everything_is_back
 
 PROMPT = "def add(a, b):"
@@ -26,13 +26,6 @@ def schema_of(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
 
 
-def events(answer):
-    assert answer.status_code == 200, answer.text
-    lines = [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 def text_of(found, index=0):
     return "".join(choice["text"] for each in found for choice in each["choices"] if choice["index"] == index)
 
@@ -50,21 +43,9 @@ def test_stop_strings_over_the_borders_of_tokens_in_two_streams_at_once(http, se
             return await asyncio.gather(*(client.post("/v1/completions", json=each) for each in asked))
 
     for stop, answer in zip(stops, asyncio.run(both()), strict=True):
-        found = events(answer)
+        found = chunks_of(answer)
         assert text_of(found) == text[: text.index(stop)]
         assert found[-1]["choices"][0]["finish_reason"] == "stop"
-
-
-def test_four_choices_as_a_stream_are_those_of_the_whole_answer(http):
-    asked = completion(n=4, temperature=1.0, seed=7, logprobs=1, stop=["\n\n", "):"])
-    whole = http.post("/v1/completions", json=asked).json()["choices"]
-    found = events(http.post("/v1/completions", json=asked | {"stream": True}))
-    for index in range(4):
-        parts = [choice for each in found for choice in each["choices"] if choice["index"] == index]
-        assert "".join(part["text"] for part in parts) == whole[index]["text"]
-        probabilities = [value for part in parts if part["logprobs"] for value in part["logprobs"]["token_logprobs"]]
-        assert probabilities == pytest.approx(whole[index]["logprobs"]["token_logprobs"], abs=1e-5)
-        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [whole[index]["finish_reason"]]
 
 
 def test_letters_that_are_split_over_tokens_come_whole(http):
@@ -72,7 +53,7 @@ def test_letters_that_are_split_over_tokens_come_whole(http):
     asked = completion(max_tokens=60) | schema_of({"const": word})
     whole = http.post("/v1/completions", json=asked).json()["choices"][0]
     assert json.loads(whole["text"]) == word
-    found = events(http.post("/v1/completions", json=asked | {"stream": True}))
+    found = chunks_of(http.post("/v1/completions", json=asked | {"stream": True}))
     assert text_of(found) == whole["text"]
     assert "\ufffd" not in text_of(found)
 
@@ -130,13 +111,6 @@ def test_logprobs_of_several_choices_with_echo_free_fields(http):
         assert "".join(told["tokens"]) == choice["text"]
         sizes = {len(told[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         assert len(sizes) == 1
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/version", "/v1/models", "/health"])
-def test_a_draining_server_still_tells_of_itself(server, http, monkeypatch, path):
-    monkeypatch.setattr(server.service, "_draining", True)
-    assert http.get(path).status_code == 200
-    assert http.get("/ready").status_code == 503
 
 
 def test_a_completion_without_a_limit_ends_at_the_context(http):

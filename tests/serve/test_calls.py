@@ -13,6 +13,7 @@ from outrider.serve.api.tool_calls import (
     ParsedResponseReader,
     RequestToolCalls,
 )
+from serve.reading import cut, put_together
 from serve.response_templates import TOOL_CALL_FORMATS
 
 TOOL = {
@@ -35,18 +36,7 @@ WRITTEN = {
 
 
 def read(reader, text, size):
-    """What comes of a text in pieces of so many characters, put together as clients do."""
-    made = {"content": "", "reasoning_content": "", "calls": {}}
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    for number, piece in enumerate(pieces):
-        delta = reader.feed(piece, last=number == len(pieces) - 1)
-        for name in ("content", "reasoning_content"):
-            made[name] += delta.get(name, "")
-        for call in delta.get("tool_calls", ()):
-            known = made["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
-            known["name"] += call["function"].get("name", "")
-            known["arguments"] += call["function"]["arguments"]
-    return made
+    return put_together(reader, cut(text, size))[0]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -56,26 +46,12 @@ def test_known_formats(name, size):
     reader = ParsedResponseReader(TOOL_CALL_FORMATS[name], f"before{prompt}", [TOOL])
     made = read(reader, text, size)
     arguments = [3] if name == "llama3-json" else [3, 4]
-    assert [(call["name"], json.loads(call["arguments"])) for call in made["calls"].values()] == [
+    assert [(call["name"], json.loads(call["arguments"])) for call in made["calls"]] == [
         ("look", {"n": n}) for n in arguments
     ]
     assert made["content"].strip() == ""
     assert made["reasoning_content"] == ("let me see" if name == "hermes" else "")
     assert reader.has_calls
-
-
-@pytest.mark.parametrize("size", [1, 5, 1000])
-@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-@pytest.mark.parametrize(
-    "text", ["just text", "a < b, {x}: [1]", '<tool_call>{"name": broken</tool_call> and more', "[TOOL_CALLS]nothing"]
-)
-def test_what_is_no_call_is_content(name, text, size):
-    reader = ParsedResponseReader(TOOL_CALL_FORMATS[name], WRITTEN[name][0], [TOOL])
-    made = read(reader, text, size)
-    assert made["calls"] == {}
-    assert not reader.has_calls
-    for word in ("just", "text", "a < b", "broken", "nothing"):
-        assert (word in text) == (word in made["content"])
 
 
 def test_a_call_that_was_cut_off_is_content():
@@ -87,7 +63,7 @@ def test_a_call_that_was_cut_off_is_content():
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_the_arguments_of_a_named_call_come_as_they_are_written(size):
     made = read(NamedToolReader("look"), '{"n": 12}', size)
-    assert made["calls"] == {0: {"name": "look", "arguments": '{"n": 12}'}}
+    assert made["calls"] == [{"name": "look", "arguments": '{"n": 12}'}]
 
 
 def asked(**more):
@@ -103,14 +79,14 @@ def test_an_answer_in_a_format_or_calls(tool_format, size):
     call = WRITTEN["hermes"][1].partition("\n")[2]
     calls.read_prompt("<|im_start|>assistant\n<think>\n")
     made = read(calls.create_reader("<|im_start|>assistant\n<think>\n"), f"so</think>\n{call}", size)
-    assert [each["arguments"] for each in made["calls"].values()] == ['{"n": 3}', '{"n": 4}']
+    assert [each["arguments"] for each in made["calls"]] == ['{"n": 3}', '{"n": 4}']
     assert made["reasoning_content"] == "so"
     if isinstance(tool_format, ModelFormat):
         text = f'{{"a": "{call}"}}'
         assert read(calls.create_reader(""), f"</think>\n\n{text}", size) == {
             "content": text,
             "reasoning_content": "",
-            "calls": {},
+            "calls": [],
         }
     for none in (
         RequestToolCalls(asked(tools=[TOOL], tool_choice="none", response_format={"type": "json_object"}), tool_format),

@@ -9,6 +9,7 @@ from outrider.engine.guides.grammars import Grammars
 from outrider.serve.api.model_formats import ModelFormat
 from outrider.serve.api.request_fields import ChatRequest
 from outrider.serve.api.tool_calls import RequestToolCalls
+from serve.reading import chunks_of
 from serve.test_api import ASKED, CHAT
 
 TOOL = {
@@ -49,13 +50,12 @@ def streamed(http, body):
     """The message of a stream, put together."""
     message = {"content": "", "reasoning_content": "", "arguments": ""}
     answer = http.post("/v1/chat/completions", json={**body, "stream": True})
-    for line in answer.text.splitlines():
-        if line.startswith("data: {"):
-            delta = json.loads(line[6:])["choices"][0]["delta"]
-            for name in ("content", "reasoning_content"):
-                message[name] += delta.get(name) or ""
-            for call in delta.get("tool_calls", ()):
-                message["arguments"] += call["function"]["arguments"]
+    for chunk in chunks_of(answer):
+        delta = chunk["choices"][0]["delta"]
+        for name in ("content", "reasoning_content"):
+            message[name] += delta.get(name) or ""
+        for call in delta.get("tool_calls", ()):
+            message["arguments"] += call["function"]["arguments"]
     return message
 
 
@@ -240,9 +240,8 @@ def test_the_refusal_of_a_body_says_what_to_send(http, headers, body, said):
 def test_echo_is_the_prompt_as_sent(http, reference, stream):
     def text(prompt):
         body = {**ASKED, "prompt": prompt, "max_tokens": 1, "echo": True, "stream": stream}
-        answer = http.post("/v1/completions", json=body).text
-        lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")] if stream else [answer]
-        return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+        answer = http.post("/v1/completions", json=body)
+        return "".join(chunk["choices"][0]["text"] for chunk in (chunks_of(answer) if stream else [answer.json()]))
 
     prompt = "<|endoftext|>after"
     assert text(prompt).startswith(prompt)

@@ -1,7 +1,6 @@
 """HTTP in front of decode servers: the tokens of an engine in this server, and what happens when a server goes away."""
 
 import asyncio
-import json
 import threading
 import time
 
@@ -16,6 +15,7 @@ from outrider.serve.command import describe_engine
 from outrider.serve.connection.engine_client import DecodeServers, EngineGone
 from outrider.transports.link import LocalTransport
 from serve.conftest import BUNDLED, bundled_engine
+from serve.reading import chunks_of
 from serve.running import running
 from serve.test_api import refused
 
@@ -66,9 +66,7 @@ def split():
 
 def streamed_text(answer):
     """The text of a streamed completion, and what stopped it."""
-    *chunks, done = [event.removeprefix("data: ") for event in answer.text.strip().split("\n\n")]
-    assert done == "[DONE]"
-    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    choices = [chunk["choices"][0] for chunk in chunks_of(answer)]
     return "".join(choice["text"] for choice in choices), choices[-1]["stop_reason"]
 
 

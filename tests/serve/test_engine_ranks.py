@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from outrider.cli.options.models import Speculation, load
 from outrider.device import ConfigError
 from outrider.serve.connection.engine_client import EngineGone, Inbox
 from outrider.serve.connection.engine_process import EngineProcess
+from processes import gone
 
 PARAMS = SamplingParams(max_tokens=16)
 PROMPT = [521, 1019, 9, 66, 13, 309]
@@ -34,12 +36,10 @@ async def tokens_of(client):
                 return found
 
 
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+def ranks_of(client):
+    """The processes of both ranks: the second is a child of the first."""
+    (second,) = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text(encoding="ascii").split()
+    return [client.pid, int(second)]
 
 
 def test_one_rank_divides_no_experts():
@@ -53,7 +53,7 @@ def test_two_ranks_give_the_tokens_of_one_and_end_together():
         client = EngineProcess(make(), tensor=2)
         await client.start()
         try:
-            pids = [client.pid, *(process.pid for process in client._followers.processes)]
+            pids = ranks_of(client)
             assert len(pids) == 2
             found = await tokens_of(client)
         finally:
@@ -61,7 +61,7 @@ def test_two_ranks_give_the_tokens_of_one_and_end_together():
         return found, pids
 
     found, pids = asyncio.run(main())
-    assert all(gone(pid) for pid in pids)
+    assert all(gone(pid, seconds=0) for pid in pids)
     (alone,) = make()().generate([PROMPT], PARAMS)
     assert tuple(found) == alone.token_ids
 
@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_takes_the_engine_with_it(victim):
         client = EngineProcess(make(), tensor=2)
         await client.start()
         try:
-            pids = [client.pid, client._followers.processes[0].pid]
+            pids = ranks_of(client)
             reading = asyncio.ensure_future(tokens_of(client))
             os.kill(pids[victim], signal.SIGKILL)
             with pytest.raises(EngineGone):
@@ -83,4 +83,4 @@ def test_a_rank_that_is_killed_takes_the_engine_with_it(victim):
             await client.close()
         return pids
 
-    assert all(gone(pid) for pid in asyncio.run(main()))
+    assert all(gone(pid, seconds=10) for pid in asyncio.run(main()))

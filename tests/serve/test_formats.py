@@ -14,6 +14,7 @@ from outrider.device import ConfigError
 from outrider.serve.api.format_reader import FormatReader
 from outrider.serve.api.model_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat, choose_format
 from outrider.serve.command import HttpOptions
+from serve.reading import put_together
 
 ARGUMENTS = {"path": 'a "b"}\n<x>', "count": 3, "deep": {"k": [1, None]}}
 DEEP = {"k": {"type": "array", "items": {"type": ["integer", "null"]}}}
@@ -172,23 +173,14 @@ BETWEEN = {"llama3": "; ", "pythonic": "; ", "kimi": "", "glm": "", "deepseek_r1
 
 
 def read(model_format, text, sizes, *, prompt="", tools=(TOOL,), **options):
-    """What comes of a text in pieces of these sizes, put together as clients do."""
-    reader, start, made = FormatReader(model_format, prompt, tools, **options), 0, {"content": "", "reasoning_content": ""}
-    calls, deltas = {}, []
-    for size in [*sizes, len(text)]:
-        piece, start = text[start : start + size], start + size
-        deltas.append(reader.feed(piece, last=start >= len(text)))
-        for name in made:
-            made[name] += deltas[-1].get(name, "")
-        for call in deltas[-1].get("tool_calls", ()):
-            known = calls.setdefault(call["index"], {"name": "", "arguments": ""})
-            assert ("id" in call) == (not known["name"]), "the first delta of a call, and no other, has its id"
-            known["name"] += call["function"].get("name", "")
-            known["arguments"] += call["function"]["arguments"]
-        if start >= len(text):
-            break
-    assert reader.has_calls == bool(calls)
-    return {**made, "calls": [calls[index] for index in sorted(calls)]}, deltas
+    """The message of a text in pieces of these sizes, and its deltas."""
+    reader, pieces = FormatReader(model_format, prompt, tools, **options), []
+    for size in sizes:
+        if size < len(text):
+            pieces, text = [*pieces, text[:size]], text[size:]
+    made, deltas = put_together(reader, [*pieces, text])
+    assert reader.has_calls == bool(made["calls"])
+    return made, deltas
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family[2] or family[0]}-{len(family[3])}")

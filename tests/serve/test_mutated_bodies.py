@@ -194,18 +194,17 @@ SMALL = [
     ("/v1/responses", {"input": [{"type": []}]}),
     ("/v1/responses", {"input": "x", "tools": [{"type": "custom", "name": "f", "format": "text"}]}),
     ("/v1/responses", {"input": "x", "metadata": {"a": float("nan")}}),
-    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object", "schema": {}}}),
-    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strct": 1}}}),
-    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object", "schema": {}}}}),
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), SMALL)
-def test_what_is_refused(scripted, path, body):
-    check(scripted, path, body, statuses=(400,))
-
-
 PARAMS = [
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    (
+        "/v1/chat/completions",
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strct": 1}}},
+        "response_format.json_schema.strct",
+    ),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
     ("/v1/chat/completions", CHAT | {"max_completion_tokens": 10**6}, "max_completion_tokens"),
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
     (
@@ -223,9 +222,7 @@ PARAMS = [
     ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ("/v1/responses", {"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
     ("/v1/responses", {"input": []}, "input"),
-    ("/v1/responses", {"input": "x " * 9000}, "input"),
     ("/v1/responses", {"input": "x", "text": {"format": {"type": "x"}}}, "text.format"),
-    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
     ("/v1/messages", MESSAGE | {"stop_sequences": [""]}, "stop_sequences"),
     ("/v1/messages", MESSAGE | {"stop": ["x"]}, "stop"),
     ("/v1/chat/completions", CHAT | {"prompt": "x"}, "prompt"),
@@ -236,11 +233,11 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "param"), PARAMS)
+@pytest.mark.parametrize(("path", "body", "param"), [*PARAMS, *((*small, None) for small in SMALL)])
 def test_an_error_names_the_field_of_its_api(scripted, path, body, param):
     error = check(scripted, path, body, statuses=(400,))
-    assert error["param"] == param
-    assert "response_format" not in error["message"]
+    assert param in (None, error["param"])
+    assert "response_format" not in error["message"] or "chat" in path
     assert "max_completion_tokens" not in error["message"] or "chat" in path
 
 

@@ -41,6 +41,7 @@ def test_a_completion_has_the_tokens_and_logprobs_of_the_engine(client, referenc
 
 def test_streams_add_up_to_whole_answers(client):
     asked = {"model": "m", "prompt": [PROMPT, "class Tree:"], "max_tokens": 12, "temperature": 0.8, "seed": 5, "n": 2}
+    asked["stop"] = ["\n\n", "):"]
     whole = client.completions.create(**asked, logprobs=1)
     texts, reasons, logprobs = [""] * 4, [None] * 4, [[] for _ in range(4)]
     usage = None

@@ -1,29 +1,20 @@
 """The page at ``/``: what it is made of, and what a person sees of it in a real browser."""
 
-import asyncio
 import contextlib
 import os
 import re
 import shutil
-import threading
 from html.parser import HTMLParser
 from importlib import resources
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed")
 
-from outrider import Engine, EngineConfig
-from outrider.model import load_decoder, load_eagle, open_head
-from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
-from outrider.serve.config import ServeConfig
-from outrider.serve.connection.engine_process import EngineThread
-from outrider.serve.http.app import content_security_policy, create_app
-from outrider.speculative.eagle import EagleProposer
-from outrider_cpu.backend import CpuBackend
+from outrider.serve.http.app import content_security_policy
+from serve.conftest import BUNDLED, bundled_engine
+from serve.running import running
 
-BUNDLED = Path(str(resources.files("outrider"))) / "bundled"
 PAGE = resources.files("outrider.serve.http").joinpath("page.html").read_text("utf-8")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 NAME = "outrider-bundled"
@@ -75,53 +66,12 @@ def test_every_field_has_a_label_and_every_id_is_there_once():
 # -- in a browser ----------------------------------------------------------------------------------------------------
 
 
-def engine():
-    backend = CpuBackend()
-    config = EngineConfig(max_requests=4, max_context=1024, dtype="float32")
-    target = load_decoder(BUNDLED / "target", backend=backend, dtype=config.torch_dtype)
-    head = load_eagle(open_head(BUNDLED / "eagle", target=target, backend=backend, dtype=config.torch_dtype))
-    from outrider.model import Tokenizer
-
-    tokenizer = Tokenizer.from_checkpoint(BUNDLED / "target")
-    return Engine(target, backend, proposer=EagleProposer(head, draft_tokens=4), config=config, tokenizer=tokenizer)
-
-
 @contextlib.contextmanager
 def served(*, template=None, **config):
     """The address of a server with the bundled model, in this process, and its engine's client."""
-    import uvicorn
-
-    client = EngineThread(engine)
-    found, up, stop = {}, threading.Event(), threading.Event()
-
-    async def main():
-        info = await client.start()
-        app = create_app(
-            client,
-            PromptBuilder(BUNDLED / "target", info, PromptResources(BUNDLED / "target", chat_template=template)),
-            ServeConfig(names=(NAME,), **config),
-        )
-        server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, ws="none"))
-        server.capture_signals = contextlib.nullcontext
-        running = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        found["port"] = server.servers[0].sockets[0].getsockname()[1]
-        up.set()
-        await asyncio.to_thread(stop.wait)
-        server.should_exit = server.force_exit = True
-        await running
-        await client.close()
-        app.state.service.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    assert up.wait(60)
-    try:
-        yield f"http://127.0.0.1:{found['port']}/", client
-    finally:
-        stop.set()
-        thread.join(30)
+    names = {"names": (NAME,), "chat_template": template}
+    with running(bundled_engine(max_context=1024), BUNDLED / "target", **names, **config) as server:
+        yield f"{server.url}/", server.client
 
 
 @pytest.fixture(scope="module")

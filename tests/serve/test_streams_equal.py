@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from outrider.serve.api.model_formats import ModelFormat
 from outrider.serve.api.request_fields import ChatRequest
 from outrider.serve.api.tool_calls import RequestToolCalls
+from serve.reading import cut, put_together
 from serve.response_templates import TOOL_CALL_FORMATS
 from serve.test_calls import NO_FORMAT, TOOL, WRITTEN
 
@@ -65,17 +66,8 @@ def read(case, pieces):
     calls = RequestToolCalls(request, FORMATS[name])
     calls.read_prompt(prompt)
     reader = calls.create_reader(prompt)
-    content = reasoning = ""
-    made = {}
-    for number, piece in enumerate(pieces):
-        delta = reader.feed(piece, last=number == len(pieces) - 1)
-        content, reasoning = content + delta.get("content", ""), reasoning + delta.get("reasoning_content", "")
-        for call in delta.get("tool_calls", ()):
-            known = made.setdefault(call["index"], {"name": "", "arguments": ""})
-            known["name"] += call["function"].get("name", "")
-            known["arguments"] += call["function"]["arguments"]
-    assert list(made) == list(range(len(made)))
-    return {"content": content, "reasoning": reasoning, "calls": list(made.values()), "called": reader.has_calls}
+    made, _ = put_together(reader, pieces)
+    return {**made, "called": reader.has_calls}
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(20_000, marks=pytest.mark.slow)])
@@ -144,8 +136,8 @@ OPENED = PROMPTS["hermes"][1]
 )
 def test_reasoning_that_the_prompt_opens_is_no_content(fields, written, content, called, size, name):
     case, text = (name, OPENED, fields), f"let me see</think>{written}"
-    found = read(case, [text[start : start + size] for start in range(0, len(text), size)])
-    assert found["reasoning"] == "let me see"
+    found = read(case, cut(text, size))
+    assert found["reasoning_content"] == "let me see"
     assert found["content"] == content
     assert [json.loads(call["arguments"]) for call in found["calls"]] == ([{"n": 1}] if called else [])
 

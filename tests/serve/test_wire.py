@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider import SamplingParams
+from outrider.disaggregation.connections import MessageDecoder
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.requests.sampling import TokenLogprobs
@@ -17,26 +16,23 @@ from outrider.serve.connection.engine_messages import (
     EngineFailed,
     EngineInfo,
     EngineSnapshot,
-    FrameDecoder,
     RequestAdmitted,
     RequestRefused,
     SampleOutput,
     StopEngine,
     SubmitRequest,
-    command_of_wire,
-    command_to_wire,
-    event_of_wire,
-    event_to_wire,
-    frame,
+    decode_messages,
+    encode_messages,
 )
 
 
-def over(wire, item, size):
-    frames, data = FrameDecoder(), frame(wire(item)) + frame("next")
-    pieces = [data[start : start + size] for start in range(0, len(data), size)]
-    found = [each for piece in pieces for each in frames.add(piece)]
-    assert found[1] == "next"
-    return found[0]
+def over(item, size):
+    data = encode_messages([item, StopEngine()])
+    decoder = MessageDecoder(1 << 30)
+    (frame,) = [each for start in range(0, len(data), size) for each in decoder.feed(data[start : start + size])]
+    found, end = decode_messages(frame)
+    assert end == StopEngine()
+    return found
 
 
 INFO = EngineInfo(
@@ -84,26 +80,20 @@ PARAMS = [
 @pytest.mark.parametrize("size", [1, 5, 10_000])
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_events(event, size):
-    assert event_of_wire(over(event_to_wire, event, size)) == event
+    assert over(event, size) == event
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
 def test_requests(params):
     command = SubmitRequest(6, (1, 2, 3), params, -1, ())
-    assert command_of_wire(over(command_to_wire, command, 64)) == command
-    assert command_of_wire(over(command_to_wire, AbortRequest(6), 64)) == AbortRequest(6)
-    assert command_of_wire(over(command_to_wire, StopEngine(), 64)) == StopEngine()
+    assert over(command, 64) == command
+    assert over(AbortRequest(6), 64) == AbortRequest(6)
+    assert over(StopEngine(), 64) == StopEngine()
 
 
 def test_images():
     grid = MediaGrid(kind="video", frames=2, rows=2, columns=4, seconds_per_frame=0.5)
     media = Media(grid, torch.randn(16, 12), b"\x00\xff")
-    (found,) = command_of_wire(over(command_to_wire, SubmitRequest(1, [1], SamplingParams(), 0, [media]), 999)).media
+    (found,) = over(SubmitRequest(1, [1], SamplingParams(), 0, [media]), 999).media
     assert (found.grid, found.digest) == (grid, media.digest)
     assert torch.equal(found.pixels, media.pixels)
-
-
-@given(st.lists(st.binary(max_size=40).map(list), max_size=6), st.integers(1, 50))
-def test_frames_are_cut_where_they_end(items, size):
-    frames, data = FrameDecoder(), b"".join(map(frame, items))
-    assert [each for start in range(0, len(data), size) for each in frames.add(data[start : start + size])] == items

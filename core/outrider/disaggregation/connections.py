@@ -30,7 +30,6 @@ VERSION = 4
 _MAGIC = b"ORPD"
 _FRAME = struct.Struct("<4sIQ")
 _MAX_TEXT_BYTES = 64 << 20
-KIND, BODY, BLOBS = "kind", "body", "blobs"
 
 
 class WireError(OutriderError):
@@ -48,7 +47,8 @@ class WireMessage:
 
     def encode(self) -> bytes:
         """Return the message as the bytes of one frame."""
-        text = json.dumps({KIND: self.kind, BODY: self.body, BLOBS: [len(blob) for blob in self.blobs]}).encode()
+        fields = {"kind": self.kind, "body": self.body, "blobs": [len(blob) for blob in self.blobs]}
+        text = json.dumps(fields, separators=(",", ":")).encode()
         return b"".join((_FRAME.pack(_MAGIC, len(text), sum(map(len, self.blobs))), text, *self.blobs))
 
 
@@ -77,15 +77,16 @@ class MessageDecoder:
             end = _FRAME.size + text_bytes + blob_bytes
             if len(self._received) < end:
                 return
-            frame = bytes(self._received[_FRAME.size : end])
+            text = self._received[_FRAME.size : _FRAME.size + text_bytes]
+            blobs = bytes(self._received[_FRAME.size + text_bytes : end])
             del self._received[:end]
-            yield _decode_frame(frame[:text_bytes], frame[text_bytes:])
+            yield _decode_frame(text, blobs)
 
 
-def _decode_frame(text: bytes, blobs: bytes) -> WireMessage:
+def _decode_frame(text: bytearray, blobs: bytes) -> WireMessage:
     try:
         fields = json.loads(text)
-        kind, body, lengths = fields[KIND], fields[BODY], fields[BLOBS]
+        kind, body, lengths = fields["kind"], fields["body"], fields["blobs"]
         if not isinstance(kind, str) or not isinstance(body, dict) or not isinstance(lengths, list):
             raise ValueError("a part has the wrong type")
         if not all(type(length) is int and length >= 0 for length in lengths) or sum(lengths) != len(blobs):
@@ -120,13 +121,6 @@ class ProcessRole(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     CLIENT = "client"
-
-
-_ALLOWED_PEERS: Mapping[ProcessRole, frozenset[ProcessRole]] = {
-    ProcessRole.PREFILL: frozenset({ProcessRole.DECODE, ProcessRole.CLIENT}),
-    ProcessRole.DECODE: frozenset({ProcessRole.PREFILL, ProcessRole.CLIENT}),
-    ProcessRole.CLIENT: frozenset({ProcessRole.PREFILL, ProcessRole.DECODE}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +373,7 @@ class ConnectionHub:
                 if body["version"] != VERSION:
                     raise WireError(f"it speaks version {body['version']!r} of these messages, this one speaks {VERSION}")
                 connection.role, connection.peer_nonce = ProcessRole(body["role"]), bytes.fromhex(body["nonce"])
-                if connection.role not in _ALLOWED_PEERS[self._role] or len(connection.peer_nonce) != _NONCE_BYTES:
+                if connection.role is self._role or len(connection.peer_nonce) != _NONCE_BYTES:
                     raise WireError(f"a {connection.role} has nothing to say to a {self._role}")
                 self._queue(connection, WireMessage("proof", {"proof": self._proof(connection.peer_nonce, self._role)}))
             elif message.kind == "proof" and connection.role is not None:

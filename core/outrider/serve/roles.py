@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +17,8 @@ from outrider.cli.options.option_values import INPUT_FILE, checking_options, ins
 from outrider.cli.options.rank_processes import (
     DataParallelOption,
     ExpertParallelOption,
-    Joined,
-    RankPlacement,
     TensorParallelOption,
-    check_expert_parallel,
-    follow_first_rank,
-    start_followers,
+    first_rank,
 )
 from outrider.cli.terminal.files import check_listening, read_bounded
 from outrider.cli.terminal.report import CommandReport, note
@@ -38,8 +34,6 @@ if TYPE_CHECKING:
 _MAX_REQUESTS = 16
 """Maximum number of requests that a prefill or decode server runs at the same time, unless ``--max-requests`` is given."""
 _MIN_SECRET_BYTES = 16
-_RANK_EXIT_S = 10.0
-"""Seconds that child ranks have to end after the first rank, before they are killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +119,9 @@ def serve_decode(
 
     load_engine = _engine_loader(options)
     transport = get_transport(roles.transport)
-    with _first_rank(load_engine, roles) as engine:
+    follow = functools.partial(_follow, roles.transport)
+    ranks = roles.tensor_parallel, roles.data_parallel
+    with first_rank(load_engine, *ranks, expert=roles.expert_parallel, follow=follow) as engine:
         server = DecodeServer(
             engine,
             transport,
@@ -138,45 +134,16 @@ def serve_decode(
         return _serve_until_signal(server, drain_s)
 
 
-@contextmanager
-def _first_rank(load_engine: Callable[..., Engine], roles: RoleOptions) -> Generator[Engine]:
-    """Yield the engine of rank 0 of a decode server, in this process. The other ranks are child processes in the scope. If
-    one rank ends, all ranks end.
-
-    ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the ranks as ``joined``.
-    """
-    tensor, data, expert = roles.tensor_parallel, roles.data_parallel, roles.expert_parallel
-    check_expert_parallel(expert, tensor, data)
-    world = tensor * data
-    if world == 1:
-        yield load_engine()
-        return
-    from outrider.engine.ranks.processes import create_rank_store
-
-    store = create_rank_store()
-    follow = functools.partial(_follow, load_engine, roles.transport, tensor, expert)
-    with ExitStack() as stack:
-        stack.callback(start_followers(follow, world=world, port=store.port).wait_or_kill, _RANK_EXIT_S)
-        placement = RankPlacement.of_child(0, world=world, port=store.port)
-        joined = stack.enter_context(Joined(tensor, data, placement, expert=expert))
-        engine = load_engine(joined=joined)
-        stack.callback(engine.close)
-        yield engine
-
-
-def _follow(load_engine: Callable[..., Engine], transport: str, tensor: int, expert: bool, placement: RankPlacement) -> None:
+def _follow(transport: str, engine: Engine, rank: int) -> None:
     """Run a child rank, with the links over its part of the pages."""
     from outrider.disaggregation.page_landing import FollowerLinks
     from outrider.registry.engine_plugins import get_transport
 
-    def follow(engine: Engine) -> None:
-        pages = FollowerLinks(engine, get_transport(transport), rank=placement.rank)
-        try:
-            engine.follow(pages.execute_query)
-        finally:
-            pages.close()
-
-    follow_first_rank(load_engine, tensor, expert, placement, follow)
+    pages = FollowerLinks(engine, get_transport(transport), rank=rank)
+    try:
+        engine.follow(pages.execute_query)
+    finally:
+        pages.close()
 
 
 def check_address(listen: PeerAddress, secret_file: Path | None) -> bytes:

@@ -15,7 +15,6 @@ from outrider.cli.commands.generate import StreamedOutput
 from outrider.cli.options.models import launched
 from outrider.cli.options.option_records import (
     ChatTemplateOption,
-    EncodedPrompt,
     MaxTokensOption,
     ModelOptions,
     SamplingOptions,
@@ -161,7 +160,7 @@ class _Conversation:
                 f"the conversation has {len(tokens)} tokens with this message, and the context holds "
                 f"{self.engine.longest_request} with an answer; {new_conversation}, or give --max-context"
             )
-        answer = StreamedOutput(EncodedPrompt(tokens))
+        answer = StreamedOutput(tokens)
         self.answers.append(answer)  # an interrupted answer is recorded too
         try:
             params = self.sampling.params(max_tokens=min(self.max_tokens, max_new_tokens))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
-import os
 import select
 import signal
 import sys
@@ -31,6 +30,7 @@ from outrider.cli.terminal.report import (
     Interrupted,
     PartialResultError,
     SilentExit,
+    drop_unwritten,
     exit_code,
     note,
     prepare_streams,
@@ -272,12 +272,11 @@ def _usage_error(error: Any) -> str:
 
 
 def _finish(code: int) -> int:
-    """Flush standard output. If that fails, redirect it to the null device, since Python flushes it again at exit."""
+    """Flush standard output. If that fails, drop the text, since Python flushes it again at exit."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # in a test it may be no real file
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        drop_unwritten(sys.stdout)
         if code == 0:
             note(f"outrider: {_os_error(error)}\n")
             return 1

@@ -17,7 +17,6 @@ from rich.console import Console
 from outrider.cli.options.models import launched
 from outrider.cli.options.option_records import (
     ChatOption,
-    EncodedPrompt,
     GuideOption,
     ImageOption,
     MaxTokensOption,
@@ -25,6 +24,7 @@ from outrider.cli.options.option_records import (
     ModelOptions,
     SamplingOptions,
     build_guide,
+    encode_prompt,
     find_template,
     read_messages,
     with_options,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import StepOutput
     from outrider.engine.requests.sampling import SamplingParams
-    from outrider.model import Tokenizer
+    from outrider.model import Media, Tokenizer
 
 
 _ENOUGH_DRAFTS, _CHANCE = 24, 0.03
@@ -59,7 +59,8 @@ _ENOUGH_DRAFTS, _CHANCE = 24, 0.03
 class StreamedOutput:
     """The output of one request so far, and its figures once the request has ended."""
 
-    prompt: EncodedPrompt
+    prompt: Sequence[int]
+    media: Sequence[Media] = ()
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -95,7 +96,7 @@ class StreamedOutput:
         started = time.perf_counter()
         try:
             # Closed here, not by the garbage collector: an interrupted stream must end its request now.
-            outputs = cast("Generator[StepOutput]", engine.stream(self.prompt.tokens, params, media=self.prompt.media))
+            outputs = cast("Generator[StepOutput]", engine.stream(self.prompt, params, media=self.media))
             with closing(outputs):
                 for output in outputs:
                     self.tokens.extend(output.tokens)
@@ -225,8 +226,7 @@ def generate(
         with closing(engine):
             if template is not None:
                 tokens_or_text = template.tokens(conversation or [_user_message(tokens_or_text, len(image or ()))])
-            encoded = EncodedPrompt.encode(engine, tokens_or_text, speculation.model, image or ())
-            output = StreamedOutput(encoded)
+            output = StreamedOutput(*encode_prompt(engine, tokens_or_text, speculation.model, image or ()))
             try:
                 output.stream(engine, params, None if json_output else sys.stdout.write, highlight=highlighter())
             except KeyboardInterrupt:
@@ -236,7 +236,7 @@ def generate(
         if output.error is not None or not compare:
             code = 1 if output.error else 0
             return CommandReport(data=data, render=lambda console: _summary(console, data), exit_code=code, streamed=True)
-        return _compare(load_reference(), encoded, params, output, data)
+        return _compare(load_reference(), params, output, data)
 
 
 def split_text(output: StepOutput, tokenizer: Tokenizer) -> tuple[str, str]:
@@ -251,18 +251,16 @@ def split_text(output: StepOutput, tokenizer: Tokenizer) -> tuple[str, str]:
     return (piece[: len(piece) - len(own)], own) if piece.endswith(own) else ("", piece)
 
 
-def _compare(
-    reference_engine: Engine, prompt: EncodedPrompt, params: SamplingParams, output: StreamedOutput, data: dict[str, Any]
-) -> CommandReport:
-    """Decode ``prompt`` without speculation and add the comparison with ``output`` to ``data``. Closes the engine."""
-    reference = StreamedOutput(prompt)
+def _compare(reference_engine: Engine, params: SamplingParams, output: StreamedOutput, data: dict[str, Any]) -> CommandReport:
+    """Decode the prompt of ``output`` without speculation and add the comparison to ``data``. Closes the engine."""
+    reference = StreamedOutput(output.prompt, output.media)
     with closing(reference_engine):
         reference.stream(reference_engine, params, None)
     data["non_speculative"] = reference.data(reference_engine)
     data["same_tokens"] = reference.tokens == output.tokens
     data["acceptance_near_chance"] = data["speculate"] not in DRAFTLESS and output.is_accepted_by_chance
     if not data["same_tokens"]:
-        data["difference"] = _find_difference(reference_engine, prompt, params, output.tokens, reference.tokens)
+        data["difference"] = _find_difference(reference_engine, params, output, reference.tokens)
     return CommandReport(
         data=data,
         render=lambda console: _comparison(console, data, reference),
@@ -286,13 +284,9 @@ def _comparison(console: Console, data: dict[str, Any], reference: StreamedOutpu
 
 
 def _find_difference(
-    reference: Engine,
-    prompt: EncodedPrompt,
-    params: SamplingParams,
-    speculative_tokens: Sequence[int],
-    reference_tokens: Sequence[int],
+    reference: Engine, params: SamplingParams, output: StreamedOutput, reference_tokens: Sequence[int]
 ) -> dict[str, Any] | None:
-    """Return the first token that differs between the two outputs, or None if only their lengths differ.
+    """Return the first token of ``output`` that differs from the reference, or None if only their lengths differ.
 
     Includes the gap of the logits if nothing but the logits decides the tokens.
     """
@@ -300,9 +294,9 @@ def _find_difference(
 
     reshaped = params.penalized or params.biases or params.min_tokens or params.guide is not None
     by_logits = isinstance(reference.model, Decoder) and reference.model.ranks.is_single
-    if prompt.media or reshaped or not by_logits:
-        return first_difference(speculative_tokens, reference_tokens)
-    return difference_of_logits(reference, prompt.tokens, speculative_tokens, reference_tokens)
+    if output.media or reshaped or not by_logits:
+        return first_difference(output.tokens, reference_tokens)
+    return difference_of_logits(reference, output.prompt, output.tokens, reference_tokens)
 
 
 def first_difference(speculative_tokens: Sequence[int], reference_tokens: Sequence[int]) -> dict[str, Any] | None:

@@ -43,13 +43,13 @@ def survey(registry: Registry, probe: PluginProbe, torch: TorchState, *, open_de
     if not torch.ok:
         disable_autoload()
     proposers = Plugins(PROPOSERS, probe=probe)
-    rows = [row(candidate) for candidate in registry.backends.candidates(load=importable)]
+    rows = [_backend_row(candidate) for candidate in registry.backends.candidates(load=importable)]
     for values in rows:
         if not torch.ok:
             _block(values, torch)
         elif open_devices:
-            open_row(registry, values)
-    others = extra_rows(registry, proposers, load=importable)
+            _open_row(registry, values)
+    others = _other_rows(registry, proposers, load=importable)
     notes = dict.fromkeys((*registry.notes, *proposers.notes))
     for values in (*rows, *others):
         changes = values["changes"]
@@ -64,8 +64,8 @@ def _block(values: dict[str, object], torch: TorchState) -> None:
     values.update(can_run=False, status="unusable", reason=f"torch doesn't import{own}", advice=" ".join(torch.advice))
 
 
-def _described(candidate: Candidate[Any]) -> dict[str, object]:
-    """Return a plugin and its status on this machine as a row of JSON data."""
+def _row(candidate: Candidate[Any], **details: object) -> dict[str, object]:
+    """Return a plugin, its status on this machine and ``details`` of its kind as a row of JSON data."""
     return {
         "name": candidate.name,
         "status": candidate.status,
@@ -75,40 +75,37 @@ def _described(candidate: Candidate[Any]) -> dict[str, object]:
         "distribution": candidate.distribution,
         "entry_point": candidate.entry_point,
         "description": candidate.info.description if candidate.info else "",
-    }
-
-
-def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
-    """Return what ``outrider backends --json`` prints about one backend plugin."""
-    info = candidate.info
-    return {
-        **_described(candidate),
-        "priority": info.priority if info else None,
-        "device_count": info.device_count if info else None,
-        "interface": [info.interface_min, info.interface_max] if info else None,
+        **details,
         "changes": list(candidate.changes),
     }
 
 
-def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, object]:
-    """Return a kernel set or proposer plugin as JSON data. ``detail``: the backends it serves, or the draft it needs."""
-    detail = detail if candidate.info else ""
-    return {"kind": kind, **_described(candidate), "detail": detail, "changes": list(candidate.changes)}
+def _backend_row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
+    info = candidate.info
+    return _row(
+        candidate,
+        priority=info.priority if info else None,
+        device_count=info.device_count if info else None,
+        interface=[info.interface_min, info.interface_max] if info else None,
+    )
 
 
-def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True) -> list[dict[str, object]]:
-    """Return the installed kernel sets and proposers as JSON data. ``load=False`` loads no plugin."""
+def _other_rows(registry: Registry, proposers: Plugins[Any], *, load: bool) -> list[dict[str, object]]:
+    """Return the installed kernel sets and proposers as JSON data, with the backends that a set serves or the draft that a
+    proposer needs. ``load=False`` loads no plugin.
+    """
     rows = []
     for kernels in registry.kernels.candidates(load=load):
-        names = kernels.info.backends if kernels.info else ()
-        rows.append(extra_row(kernels, "kernels", f"for {', '.join(names) or 'any backend'}: NAME:kernels={kernels.name}"))
-    for proposer in proposers.candidates(load=load):
-        needs = proposer.info.needs if proposer.info else ""
-        rows.append(extra_row(with_reserved_name_check(proposer), "proposer", f"--speculate {proposer.name}, needs {needs}"))
+        names = ", ".join(kernels.info.backends if kernels.info else ()) or "any backend"
+        detail = f"for {names}: NAME:kernels={kernels.name}" if kernels.info else ""
+        rows.append(_row(kernels, kind="kernels", detail=detail))
+    for proposer in map(with_reserved_name_check, proposers.candidates(load=load)):
+        detail = f"--speculate {proposer.name}, needs {proposer.info.needs}" if proposer.info else ""
+        rows.append(_row(proposer, kind="proposer", detail=detail))
     return rows
 
 
-def open_row(registry: Registry, values: dict[str, object]) -> None:
+def _open_row(registry: Registry, values: dict[str, object]) -> None:
     """Open the device of a usable backend and add its capabilities to the row; a failure becomes the row's reason."""
     if not values["can_run"]:
         return

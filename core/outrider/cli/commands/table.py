@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, TypeAlias
 
@@ -30,7 +28,7 @@ _LIKELY_OPTIONS = ("--prompt", "--model")
 
 
 class CheckedCommand(TyperCommand):
-    """A command that refuses texts that are empty or not UTF-8, numbers that aren't finite, and surplus arguments."""
+    """A command that refuses texts that are empty or not UTF-8, and surplus arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line ``args``. Raises :class:`UsageError` for a value that the class refuses, and typer's own
@@ -42,10 +40,6 @@ class CheckedCommand(TyperCommand):
         surplus = super().parse_args(ctx, args)
         if surplus and not surplus_allowed and not ctx.resilient_parsing:
             raise UsageError(f"unexpected argument {shown(surplus[0])}; {self._advice(ctx, surplus[0])}")
-        for each in self.params:
-            value = ctx.params.get(each.name or "")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{each.opts[0]} is {value}; expected a finite number")
         return surplus
 
     def _advice(self, ctx: Any, surplus: str) -> str:
@@ -124,18 +118,15 @@ _ROOT_OPTIONS = (("--version", "Show the version of outrider."), DEBUG_ROW)
 
 
 class CommandUnavailable(OutriderError):
-    """Raised when a command of an installed package is called that can't be loaded."""
+    """Raised when a command of an installed package is called that can't be loaded. ``reason`` names the package too."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"this command isn't available: {reason}; repair or uninstall the package that offers it")
+        self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenCommand:
-    """A command that can't be loaded. ``reason`` names the package and says why."""
-
-    reason: str
-
-
-Target: TypeAlias = "str | BrokenCommand | Mapping[str, Target]"
-"""``module:function``, a table of subcommands, or the reason why the command can't be loaded."""
+Target: TypeAlias = "str | CommandUnavailable | Mapping[str, Target]"
+"""``module:function``, a table of subcommands, or the error of a command that can't be loaded."""
 
 GROUP = "outrider.commands"
 """Entry-point group of further commands. The name is what people type, ``bench.decode`` for ``outrider bench decode``; the
@@ -176,14 +167,14 @@ def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
             # A distribution's name is read here alone: each access parses its metadata.
             names = (point.dist.name if point.dist is not None else "an unknown package" for point in values.values())
             named = " and ".join(f"{name} ({value})" for name, value in zip(names, values, strict=True))
-            target = BrokenCommand(f"{named} both offer a command {name.replace('.', ' ')!r}")
+            target = CommandUnavailable(f"{named} both offer a command {name.replace('.', ' ')!r}")
         if rest:
             below.setdefault(first, {})[rest] = target
         else:
             table[first] = target
     for first, inner in below.items():
         if first in table:
-            table[first] = BrokenCommand(f"one package offers {first!r} as a command, another as a group of commands")
+            table[first] = CommandUnavailable(f"one package offers {first!r} as a command, another as a group of commands")
         else:
             table[first] = inner
     return table
@@ -224,13 +215,13 @@ class LazyGroup(TyperGroup):
             return None
         if isinstance(target, Mapping):
             command = typer.main.get_command(group(target, help=f"Commands of {cmd_name}: {', '.join(target)}."))
-        elif isinstance(target, BrokenCommand):
-            command = _unavailable(target.reason)
+        elif isinstance(target, CommandUnavailable):
+            command = _unavailable(target)
         else:
             try:
                 command = _load(cmd_name, target)
             except (Exception, SystemExit) as error:
-                command = _unavailable(f"{target} can't be loaded: {type(error).__name__}: {error}")
+                command = _unavailable(CommandUnavailable(f"{target} can't be loaded: {type(error).__name__}: {error}"))
         command.name = cmd_name
         return command
 
@@ -242,14 +233,14 @@ def _load(name: str, target: str) -> Any:
     return typer.main.get_command(app)
 
 
-def _unavailable(reason: str) -> Any:
-    """Return a command that accepts any arguments and raises :class:`CommandUnavailable` with ``reason``."""
+def _unavailable(error: CommandUnavailable) -> Any:
+    """Return a command that accepts any arguments and raises ``error``."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     def command() -> None:
-        raise CommandUnavailable(f"this command isn't available: {reason}; repair or uninstall the package that offers it")
+        raise error
 
-    command.__doc__ = f"Not available: {reason}."
+    command.__doc__ = f"Not available: {error.reason}."
     app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(command)
     return typer.main.get_command(app)
 

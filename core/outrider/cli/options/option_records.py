@@ -261,40 +261,33 @@ _IMAGE_START, _IMAGE_END = "<|vision_start|>", "<|vision_end|>"
 _MAX_IMAGE_BYTES = 256 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A prompt in the form that the engine takes: token ids, and the media that belong to placeholders among them."""
+def encode_prompt(
+    engine: Engine, text: str | Sequence[int], model: Path, images: Sequence[Path]
+) -> tuple[Sequence[int], Sequence[Media]]:
+    """Return the token ids of the text, unless it's token ids already, and the images that belong to placeholders among them.
 
-    tokens: Sequence[int]
-    media: Sequence[Media] = ()
+    Raises :class:`RequestError` for a file that isn't an image, for an image without a placeholder, and for a text if the
+    checkpoint has no tokenizer.
+    """
+    if not isinstance(text, str):
+        tokens = list(text)
+    elif engine.has_tokenizer:
+        tokens = engine.tokenizer.encode(text)
+    else:
+        raise RequestError(f"{model} has no tokenizer; give the prompt as --token-ids, and token ids come back")
+    vision = engine.model.config.vision
+    if not images:
+        return tokens, ()
+    if vision is None:
+        raise RequestError(f"--image was given, but {model} is a checkpoint of a model of text alone")
+    from outrider.model import MediaProcessor
 
-    @classmethod
-    def encode(cls, engine: Engine, text: str | Sequence[int], model: Path, images: Sequence[Path]) -> EncodedPrompt:
-        """Encode the text, unless it's token ids already, and read the images.
-
-        Raises :class:`RequestError` for a file that isn't an image, for an image without a placeholder, and for a text if the
-        checkpoint has no tokenizer.
-        """
-        if not isinstance(text, str):
-            tokens = list(text)
-        elif engine.has_tokenizer:
-            tokens = engine.tokenizer.encode(text)
-        else:
-            raise RequestError(f"{model} has no tokenizer; give the prompt as --token-ids, and token ids come back")
-        vision = engine.model.config.vision
-        if not images:
-            return cls(tokens)
-        if vision is None:
-            raise RequestError(f"--image was given, but {model} is a checkpoint of a model of text alone")
-        from outrider.model import MediaProcessor
-
-        processor = MediaProcessor.from_checkpoint(model)
-        media = [processor.image(_read_image(path)) for path in images]
-        if vision.image_token not in tokens and engine.has_tokenizer:
-            tokens = _with_image_placeholders(
-                engine.tokenizer, tokens, vision.image_token, len(images), engine.model.config.bos_token_id
-            )
-        return cls(tokens, media)
+    processor = MediaProcessor.from_checkpoint(model)
+    media = [processor.image(_read_image(path)) for path in images]
+    if vision.image_token not in tokens and engine.has_tokenizer:
+        start = engine.model.config.bos_token_id
+        tokens = _with_image_placeholders(engine.tokenizer, tokens, vision.image_token, len(images), start)
+    return tokens, media
 
 
 def _with_image_placeholders(

@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from outrider.device import Backend
     from outrider.engine.engine import Engine
     from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
-    from outrider.engine.ranks.processes import ChildRanks
     from outrider.engine.ranks.ranks import ParallelConfig, Ranks
     from outrider.registry import Registry
 
@@ -69,6 +68,8 @@ _STOPPED_CHECKS = 80
 """Checks in a row, ``_POLL_S`` apart, after which a stopped rank counts as lost: 4 s."""
 _GRACE_S = 1.5
 """Seconds that ranks have to end by themselves after one rank has failed."""
+_RANK_EXIT_S = 10.0
+"""Seconds that child ranks have to end after the first rank, before they are killed."""
 _STORE_S = 30.0
 _SAY_S = 3.0
 _SILENCE_S = 5.5
@@ -293,31 +294,57 @@ def run_on_ranks(
         return processes.wait_for_report()
 
 
-def start_followers(follow: Callable[[RankPlacement], None], *, world: int, port: int) -> ChildRanks:
-    """Start a child process for each follower rank, and return the processes.
+@contextmanager
+def first_rank(
+    load_engine: Callable[..., Engine],
+    tensor: int,
+    data: int,
+    *,
+    expert: bool = False,
+    follow: Callable[[Engine, int], None] | None = None,
+) -> Generator[Engine]:
+    """Yield the engine of rank 0, in this process. The other ranks are child processes in the scope. If one rank ends, all
+    ranks end.
 
-    ``follow`` is pickled. It is the main function of each process, and should call :func:`follow_first_rank`. ``port``: that
-    of the key-value store of this process. The processes end when the calling thread ends.
+    ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the ranks as the keyword argument
+    ``joined`` (:class:`Joined`); a single process passes none. ``follow``, which is pickled too, runs a child's engine until
+    rank 0 ends; it gets the engine and the rank. By default the engine follows.
     """
-    from outrider.engine.ranks.processes import ChildRanks
+    check_expert_parallel(expert, tensor, data)
+    world = tensor * data
+    if world == 1:
+        yield load_engine()
+        return
+    from outrider.engine.ranks.processes import ChildRanks, create_rank_store
 
-    children = ChildRanks()
-    for rank in range(1, world):
-        call = functools.partial(follow, RankPlacement.of_child(rank, world=world, port=port))
-        children.processes.append(start_call(call))
-    return children
+    store, children = create_rank_store(), ChildRanks()
+    placements = [RankPlacement.of_child(rank, world=world, port=store.port) for rank in range(world)]
+    with ExitStack() as stack:
+        stack.callback(children.wait_or_kill, _RANK_EXIT_S)
+        for placement in placements[1:]:
+            call = functools.partial(_follow_first_rank, load_engine, tensor, expert, placement, follow)
+            children.processes.append(start_call(call))
+        joined = stack.enter_context(Joined(tensor, data, placements[0], expert=expert))
+        engine = load_engine(joined=joined)
+        stack.callback(engine.close)
+        yield engine
 
 
-def follow_first_rank(
-    make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement, follow: Callable[[Engine], None]
+def _follow_first_rank(
+    load_engine: Callable[..., Engine],
+    tensor: int,
+    expert: bool,
+    placement: RankPlacement,
+    follow: Callable[[Engine, int], None] | None,
 ) -> None:
-    """Run a follower rank in a process of :func:`start_followers`: create its engine and ``follow`` until rank 0 ends.
-
-    ``make`` returns the engine of the ranks ``joined``.
-    """
+    """Run a follower rank in its process: load its engine, and follow until rank 0 ends."""
     end_with_parent()
     with Joined(tensor, placement.world // tensor, placement, expert=expert) as joined:
-        follow(make(joined=joined))
+        engine = load_engine(joined=joined)
+        if follow is None:
+            engine.follow()
+        else:
+            follow(engine, placement.rank)
 
 
 class _Processes:

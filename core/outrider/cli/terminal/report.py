@@ -22,7 +22,7 @@ import typer
 from rich import filesize
 from rich.color import ColorSystem
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.style import Style
 
 from outrider.device.errors import OutriderError
@@ -190,10 +190,10 @@ def note(text: str) -> None:
     try:
         write(sys.stderr, wrap_words(text, sys.stderr))
     except OSError:
-        _drop_unwritten(sys.stderr)
+        drop_unwritten(sys.stderr)
 
 
-def _drop_unwritten(stream: TextIO) -> None:
+def drop_unwritten(stream: TextIO) -> None:
     """Discard buffered text that a stream could not write; Python would fail to flush it at exit and return code 120."""
     with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # in a test it may be no real file
         descriptor = stream.fileno()
@@ -221,15 +221,6 @@ LOADING = "loading weights"
 """Name of the progress task whose amounts are bytes; other tasks count items."""
 
 
-class _Amount(ProgressColumn):
-    def render(self, task: Task) -> str:
-        """Return the text of the progress bar's column: the finished amount of ``task`` and its total."""
-        if task.total is None:
-            return ""
-        form = filesize.decimal if task.description == LOADING else str
-        return f"{form(int(task.completed))} of {form(int(task.total))}"
-
-
 @contextmanager
 def show_progress(shown: bool = True) -> Generator[Tell]:
     """Show a progress bar on a terminal for each task that is reported as ``(task, done, total)``, if ``shown``.
@@ -237,14 +228,19 @@ def show_progress(shown: bool = True) -> Generator[Tell]:
     Total 0: the amount of work is unknown.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), _Amount(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and _has_terminal())) as bars:
+    # rich also counts a file or a pipe as a terminal where FORCE_COLOR is set.
+    amount = TextColumn("{task.fields[amount]}", markup=False)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), amount, TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and sys.stderr.isatty())) as bars:
         bar_of: dict[str, TaskID] = {}
 
         def tell(task: str, done: int, total: int) -> None:
             if task not in bar_of:
-                bar_of[task] = bars.add_task(task, total=None)
-            bars.update(bar_of[task], completed=done, total=total or None)
+                bar_of[task] = bars.add_task(task, total=None, amount="")
+            form = filesize.decimal if task == LOADING else str
+            bars.update(
+                bar_of[task], completed=done, total=total or None, amount=f"{form(done)} of {form(total)}" if total else ""
+            )
 
         yield tell
 
@@ -272,8 +268,3 @@ def highlighter() -> Callable[[str], str]:
     if not sys.stdout.isatty() or console.no_color or console.color_system is None:
         return str
     return partial(Style(color="green").render, color_system=ColorSystem.STANDARD)
-
-
-def _has_terminal() -> bool:
-    """Return whether standard error is a terminal. rich also counts a file or a pipe as one where FORCE_COLOR is set."""
-    return sys.stderr.isatty()

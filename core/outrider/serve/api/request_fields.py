@@ -3,7 +3,6 @@
 An unknown field is an error, as in OpenAI's API, unless its value is null or it belongs to an earlier answer of a server. The
 models add sampling fields of other servers (``top_k``, ``min_p``, …). Validation of a list stops at the first wrong item,
 because each error takes more memory than the item.
-:data:`IGNORED` lists the fields that are accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -22,20 +21,6 @@ from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.errors import shown
 from outrider.serve.api.responses import bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
-
-IGNORED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "prediction",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "verbosity",
-)
-"""Fields whose type is checked and that have no effect."""
 
 _MAX_INT32 = 2**31 - 1
 _MAX_PROMPTS = 65536

@@ -97,7 +97,8 @@ class ApiError(Exception):
 
     def _name_own_param(self, path: str) -> None:
         """Replace the name of a field of the chat request, or the prompt, by that of the field at ``path``."""
-        if self.code in ("unknown_parameter", "unsupported_parameter") or self.param is None:  # the client's own name
+        is_unknown = self.code in ("unknown_parameter", "unsupported_parameter")
+        if self.param is None or (is_unknown and "." not in self.param):  # the client's own name
             return
         path = re.sub(r"/(count|input)_tokens$", "", path)
         for part, own in _OWN_PARTS.get(path, {}).items():
@@ -106,6 +107,8 @@ class ApiError(Exception):
         own = _OWN_PARAMS.get(path, {}).get(name, name)
         if own == name:
             return
+        if is_unknown:
+            own += self.param[len(name) :]
         if name != "prompt":  # in messages a word of English
             self.message = self.message.replace(self.param, own)
         if "_" in name:

@@ -7,8 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 
@@ -175,16 +174,6 @@ _NUM_PROMPT_THREADS = 2
 """Number of threads that tokenise prompts and render chat templates."""
 
 
-class ServerState(StrEnum):
-    """The state of a server, by which it accepts or refuses new requests."""
-
-    READY = "ready"
-    DRAINING = "draining"
-    """The server is about to end: it refuses new requests and finishes the running ones."""
-    LOST = "lost"
-    """The engine has ended; the server refuses all requests."""
-
-
 class Service:
     """The requests of a server whose engine has started. All methods run on the engine client's event loop."""
 
@@ -199,19 +188,19 @@ class Service:
         self._threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, thread_name_prefix="outrider-prompts")
 
     @property
-    def state(self) -> ServerState:
-        """The current state of the server."""
-        if self.engine.error is not None:
-            return ServerState.LOST
-        return ServerState.DRAINING if self._draining else ServerState.READY
+    def state(self) -> Literal["ready", "draining", "lost"]:
+        """The current state of the server: ``ready``, ``draining`` (it is about to end, refuses new requests and finishes the
+        running ones) or ``lost`` (the engine has ended, and the server refuses all requests).
+        """
+        return "lost" if self.engine.error is not None else "draining" if self._draining else "ready"
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_accepting(self) -> None:
         """Raise :class:`ApiError` unless the server accepts new requests."""
-        if self.state is ServerState.LOST:
+        if self.state == "lost":
             raise unavailable("the engine is gone; this server is about to end", "engine_lost")
-        if self.state is ServerState.DRAINING:
+        if self.state == "draining":
             raise unavailable("this server is about to end; ask another one", "draining", _RETRY_AFTER_S)
 
     def check_model(self, name: str) -> None:

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
@@ -26,17 +26,6 @@ _VALUE_KEYWORDS = ("const", "enum", "default", "examples")
 """Keywords of JSON Schema that hold values, in which ``$ref`` is no reference."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Field names of response templates that the API reports as ``reasoning_content``."""
-
-
-class ToolCallReader(Protocol):
-    """An incremental parser: turns the text of one choice into deltas of a chat message."""
-
-    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Return the message delta that ``text`` completes, possibly empty. ``last`` says that no more text follows."""
-
-    @property
-    def has_calls(self) -> bool:
-        """Return whether the text has tool calls, so that the finish reason is ``tool_calls``."""
 
 
 class NamedToolReader:
@@ -139,6 +128,10 @@ class ReasoningReader:
         return delta | self._inner.feed(text, last=last)
 
 
+ToolCallReader = NamedToolReader | FormatReader | ParsedResponseReader | ReasoningReader
+"""An incremental parser: turns the text of one choice into deltas of a chat message."""
+
+
 class RequestToolCalls:
     """The tool calls and the reasoning of one chat request: the guide of the text, and the readers of the text."""
 
@@ -159,7 +152,10 @@ class RequestToolCalls:
         if self._choice not in (None, "none") and not self._tools:
             raise bad_request("tool_choice is only allowed when tools are given", "tool_choice")
         schema = self._schema_of_calls()
-        self.guide = response_format if schema is None else _make_guide(schema)
+        try:
+            self.guide = response_format if schema is None else JsonSchema(schema)
+        except ConfigError as error:
+            raise bad_request(f"the tools' parameters can't be enforced: {one_line(str(error))}", "tools") from error
         if schema is None and response_format is not None and self._tools and self._choice != "none":
             self.guide = replace(response_format, unless=_call_starts(answer_format))
 
@@ -198,17 +194,21 @@ class RequestToolCalls:
         if self._choice != "required":
             return None
         limit = {} if self._max_calls is None else {"maxItems": self._max_calls}
-        items = {"anyOf": [_call_schema(tool, index) for index, tool in enumerate(self._tools)]}
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    "arguments": {"$ref": f"#/$defs/tool{index}"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for index, tool in enumerate(self._tools)
+        ]
         parameters = [_parameters(tool["function"]) for tool in self._tools]
-        definitions = {_definition_name(index): _moved(each, index) for index, each in enumerate(parameters)}
-        return {"type": "array", "minItems": 1, **limit, "items": items, "$defs": definitions}
-
-
-def _make_guide(schema: dict[str, Any]) -> JsonSchema:
-    try:
-        return JsonSchema(schema)
-    except ConfigError as error:
-        raise bad_request(f"the tools' parameters can't be enforced: {one_line(str(error))}", "tools") from error
+        definitions = {f"tool{index}": _moved(each, index) for index, each in enumerate(parameters)}
+        return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, "$defs": definitions}
 
 
 def _format_reader(
@@ -222,8 +222,8 @@ def _format_reader(
     """Return a reader of the model's format. Without ``tools`` all calls are content."""
     if isinstance(answer_format, ModelFormat):
         return FormatReader(answer_format, prompt, tools, max_calls=max_calls, calls_first=calls_first)
-    template = answer_format if tools else _without_calls(answer_format)
-    return ParsedResponseReader(template, prompt, tools, max_calls=max_calls)
+    fields = {name: field for name, field in answer_format["fields"].items() if tools or name != "tool_calls"}
+    return ParsedResponseReader({**answer_format, "fields": fields}, prompt, tools, max_calls=max_calls)
 
 
 def _call_starts(answer_format: Mapping[str, Any] | ModelFormat) -> tuple[str, ...]:
@@ -254,10 +254,6 @@ def _reasoning_end(answer_format: Mapping[str, Any] | ModelFormat, prompt: str) 
     return close if isinstance(close, str) or close is None else str(close[0])
 
 
-def _without_calls(template: Mapping[str, Any]) -> dict[str, Any]:
-    return {**template, "fields": {name: field for name, field in template["fields"].items() if name != "tool_calls"}}
-
-
 def _calls_of(value: Any) -> list[dict[str, Any]]:
     """Return the tool calls in ``value``, which a parser has read; an empty list if one of them can't be read."""
     try:
@@ -266,20 +262,6 @@ def _calls_of(value: Any) -> list[dict[str, Any]]:
         return [_call(name, each if isinstance(each, str) else json.dumps(each)) for name, each in named]
     except (KeyError, TypeError, ValueError):
         return []
-
-
-def _call_schema(tool: dict[str, Any], index: int) -> dict[str, Any]:
-    arguments = {"$ref": f"#/$defs/{_definition_name(index)}"}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
-def _definition_name(index: int) -> str:
-    return f"tool{index}"
 
 
 def _moved(schema: Any, index: int) -> Any:
@@ -293,7 +275,7 @@ def _moved(schema: Any, index: int) -> Any:
     moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = f"#/$defs/{_definition_name(index)}{value[1:]}"
+            moved[key] = f"#/$defs/tool{index}{value[1:]}"
         elif key in _NAMED_SCHEMAS and isinstance(value, dict):
             moved[key] = {name: _moved(each, index) for name, each in value.items()}
         else:

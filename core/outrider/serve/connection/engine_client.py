@@ -48,14 +48,14 @@ class Inbox:
         self._outputs: list[SampleOutput] = []
         self._waiting_for_admission: set[int] = set()
         self._error: BaseException | None = None
-        self._wake: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
         self.keys: set[int] = set()
         """Keys of the requests that haven't ended."""
 
     async def wait_until_admitted(self) -> None:
         """Wait until the engine has accepted every request. Raises :class:`RequestError` if the engine refuses one."""
         while self._waiting_for_admission and self._error is None:
-            await self._sleep()
+            await self._wait_for_change()
         if self._error is not None:
             raise self._error
 
@@ -64,7 +64,7 @@ class Inbox:
         while not self._outputs:
             if self._error is not None:
                 raise self._error
-            await self._sleep()
+            await self._wait_for_change()
         return self.pop_outputs()
 
     def pop_outputs(self) -> list[SampleOutput]:
@@ -75,18 +75,11 @@ class Inbox:
     def fail(self, error: BaseException) -> None:
         """Make the reader raise ``error`` after the queued outputs. A second error is ignored."""
         self._error = self._error or error
-        self._wake_reader()
+        self._changed.set()
 
-    async def _sleep(self) -> None:
-        self._wake = asyncio.get_running_loop().create_future()
-        try:
-            await self._wake
-        finally:
-            self._wake = None
-
-    def _wake_reader(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     def _expect(self, key: int) -> None:
         self.keys.add(key)
@@ -94,11 +87,11 @@ class Inbox:
 
     def _queue_output(self, output: SampleOutput) -> None:
         self._outputs.append(output)
-        self._wake_reader()
+        self._changed.set()
 
     def _admit(self, key: int) -> None:
         self._waiting_for_admission.discard(key)
-        self._wake_reader()
+        self._changed.set()
 
 
 @dataclass(slots=True)

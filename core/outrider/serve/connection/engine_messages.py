@@ -1,18 +1,17 @@
 """Messages between a server and its engine: commands to the engine, events from it.
 
-Between processes, a message is a length of 4 bytes (big-endian), then JSON. Both ends are the same program, but messages
-contain data of clients. So nothing is unpickled: the decoder creates only the records of this module, by
-:mod:`outrider.engine.requests.message_codec`.
+Between processes, messages travel in the frames of :mod:`outrider.disaggregation.connections`. Both ends are the same
+program, but messages contain data of clients. So nothing is unpickled: the decoder creates only the records of this module,
+by :mod:`outrider.engine.requests.message_codec`.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from outrider.disaggregation.connections import WireMessage
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.engine import Engine
 from outrider.engine.loop import EngineLoad, EngineStats
@@ -152,63 +151,30 @@ class EngineInfo:
 EngineEvent = EngineInfo | RequestAdmitted | RequestRefused | SampleOutput | EngineSnapshot | EngineFailed
 
 
-_LENGTH = struct.Struct("!I")
+def encode_messages(messages: Sequence[EngineCommand | EngineEvent]) -> bytes:
+    """Return ``messages`` as the bytes of one frame.
 
-
-class FrameDecoder:
-    """An incremental decoder of length-prefixed frames from received bytes."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-
-    def add(self, piece: bytes) -> Iterator[Any]:
-        """Append ``piece`` to the received bytes and yield the content of each frame that is now complete."""
-        received = self._received
-        received += piece
-        start = 0
-        while len(received) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(received, start)
-            end = start + _LENGTH.size + length
-            if end > len(received):
-                break
-            yield json.loads(received[start + _LENGTH.size : end])
-            start = end
-        del received[:start]
-
-
-def frame(item: Any) -> bytes:
-    """Return ``item``, plain data for JSON, encoded as one length-prefixed frame."""
-    data = json.dumps(item, separators=(",", ":")).encode()
-    return _LENGTH.pack(len(data)) + data
-
-
-def command_to_wire(command: EngineCommand) -> Any:
-    """Return ``command`` as plain data for JSON, for :func:`frame`."""
-    return to_plain(command, EngineCommand)
-
-
-def command_of_wire(plain: Any) -> EngineCommand:
-    """Return the command that :func:`command_to_wire` encoded."""
-    command: EngineCommand = from_plain(plain, EngineCommand)
-    return command
-
-
-def event_to_wire(event: EngineEvent) -> Any:
-    """Return an event as plain data for JSON.
-
-    An output is a flat list, without the codec: it is by far the most frequent event.
+    An output is a flat list, without the codec: it is by far the most frequent message.
     """
-    if type(event) is not SampleOutput:
-        return to_plain(event, EngineEvent)
-    entries = [(entry.token, entry.logprob, entry.top) for entry in event.logprobs] if event.logprobs else ()
-    return [*event[:4], entries, *event[5:]]
+    blobs: list[bytes] = []
+    items: list[Any] = []
+    for each in messages:
+        if type(each) is SampleOutput:
+            entries = [(entry.token, entry.logprob, entry.top) for entry in each.logprobs] if each.logprobs else ()
+            items.append([*each[:4], entries, *each[5:]])
+        else:
+            items.append(to_plain(each, EngineCommand | EngineEvent, blobs))
+    return WireMessage("messages", {"items": items}, tuple(blobs)).encode()
 
 
-def event_of_wire(plain: Any) -> EngineEvent:
-    """Return the event that :func:`event_to_wire` encoded."""
-    if type(plain) is not list:
-        event: EngineEvent = from_plain(plain, EngineEvent)
-        return event
-    key, sample, tokens, reason, entries, *details = plain
-    logprobs = tuple(TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries)
-    return SampleOutput(key, sample, tuple(tokens), reason, logprobs, *details)
+def decode_messages(frame: WireMessage) -> list[Any]:
+    """Return the commands or events that :func:`encode_messages` encoded."""
+    messages = []
+    for plain in frame.body["items"]:
+        if type(plain) is list:
+            key, sample, tokens, reason, entries, *details = plain
+            logprobs = tuple(TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries)
+            messages.append(SampleOutput(key, sample, tuple(tokens), reason, logprobs, *details))
+        else:
+            messages.append(from_plain(plain, EngineCommand | EngineEvent, frame.blobs))
+    return messages

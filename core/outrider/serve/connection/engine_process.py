@@ -15,21 +15,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
 
-from outrider.cli.options.rank_processes import (
-    Joined,
-    RankPlacement,
-    check_expert_parallel,
-    follow_first_rank,
-    start_followers,
-)
+from outrider.cli.options.rank_processes import check_expert_parallel, first_rank
 from outrider.device import DeviceError, OutriderError
+from outrider.disaggregation.connections import MessageDecoder
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
-from outrider.engine.ranks.processes import ChildRanks, create_rank_store
+from outrider.engine.ranks.processes import ChildRanks
 from outrider.engine.requests.request import StepOutput
 from outrider.errors import BusyError
 from outrider.registry.children import end_with_parent, start_call
@@ -41,17 +35,13 @@ from outrider.serve.connection.engine_messages import (
     EngineFailed,
     EngineInfo,
     EngineSnapshot,
-    FrameDecoder,
     RequestAdmitted,
     RequestRefused,
     SampleOutput,
     StopEngine,
     SubmitRequest,
-    command_of_wire,
-    command_to_wire,
-    event_of_wire,
-    event_to_wire,
-    frame,
+    decode_messages,
+    encode_messages,
 )
 
 _GUIDE_POLL_INTERVAL_S = 0.01
@@ -60,26 +50,14 @@ _SNAPSHOT_INTERVAL_S = 0.1
 """Minimum seconds between two snapshots while the engine has requests."""
 
 
-class EnginePort(Protocol):
-    """The engine's end of the connection to its server."""
-
-    def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
-        """Return the commands received since the last call, in order. With ``block`` wait for at least one.
-
-        If the server is gone, the port returns :class:`StopEngine`.
-        """
-
-    def send(self, events: Sequence[EngineEvent]) -> None:
-        """Send ``events`` to the server. Events that the server hasn't read yet are queued."""
-
-
 class EngineLoop:
     """The loop of an engine that serves, in the thread that owns the engine.
 
-    The loop retries recoverable device failures, and requests keep their tokens. Any other error ends the loop.
+    The loop retries recoverable device failures, and requests keep their tokens. Any other error ends the loop. ``port`` is
+    the engine's end of the connection.
     """
 
-    def __init__(self, engine: Engine, port: EnginePort) -> None:
+    def __init__(self, engine: Engine, port: EngineThread | _ChildPort) -> None:
         self._engine = engine
         self._port = port
         self._sample_of: dict[int, tuple[int, int]] = {}
@@ -237,32 +215,28 @@ class EngineThread(EngineClient):
 
 
 _RECEIVE_BYTES = 1 << 18
+_MAX_FRAME_BYTES = 1 << 40
 _SOCKET_BUFFER_BYTES = 8 << 20
 _EXIT_TIMEOUT_S = 10.0
 """Seconds that a child process has to exit after it was told to end. Then it is killed."""
 
 
 class EngineProcess(EngineClient):
-    """A client that runs the engine in a child process, or ``tensor`` x ``data`` ranks of it in one child process each. The
-    children end when this process ends, even if it is killed. If one rank ends, all ranks end.
+    """A client that runs the engine in a child process, whose children run the other ones of ``tensor`` x ``data`` ranks. All
+    end when this process ends, even if it is killed.
 
-    ``make`` is pickled, and called in each child, where it returns the engine. With several ranks it gets them as the keyword
-    argument ``joined`` (:class:`~outrider.cli.options.rank_processes.Joined`). ``expert``: the ranks divide a mixture's
-    experts. The children ignore SIGINT and SIGTERM, which a terminal sends to the whole process group: only :meth:`close`
-    ends them.
+    ``make`` is pickled, and loads the engine of a rank, as for :func:`~outrider.cli.options.rank_processes.first_rank`.
+    ``expert``: the ranks divide a mixture's experts. The children ignore SIGINT and SIGTERM, which a terminal sends to the
+    whole process group: only :meth:`close` ends them.
     """
 
     def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False) -> None:
         check_expert_parallel(expert, tensor, data)
         super().__init__()
-        self._make = make
-        self._tensor, self._data, self._expert = tensor, data, expert
+        self._first_rank = functools.partial(first_rank, make, tensor, data, expert=expert)
         self._first = ChildRanks(first=0)
-        self._followers = ChildRanks()
-        self._store: Any = None
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Task[None] | None = None
-        self.add_loss_listener(self._kill_followers)
 
     @property
     def pid(self) -> int | None:
@@ -270,9 +244,7 @@ class EngineProcess(EngineClient):
         return next((process.pid for process in self._first.processes), None)
 
     async def close(self) -> None:
-        """Send :class:`StopEngine` to rank 0, and wait until all children have exited. A child that doesn't exit in time is
-        killed.
-        """
+        """Send :class:`StopEngine` to rank 0, and wait until its process has exited. If it doesn't in time, it is killed."""
         self._end_open_requests(EngineGone("the engine was closed"), expected=True)
         if self._transport is not None and not self._transport.is_closing():
             self._send(StopEngine())
@@ -280,13 +252,8 @@ class EngineProcess(EngineClient):
         await loop.run_in_executor(None, self._first.wait_or_kill, _EXIT_TIMEOUT_S)
         if self._transport is not None:
             self._transport.close()
-        await loop.run_in_executor(None, self._followers.wait_or_kill, _EXIT_TIMEOUT_S)
-        self._store = None
 
     async def _launch(self) -> None:
-        make = self._make
-        if self._tensor * self._data > 1:
-            make = await self._start_followers()
         server_end, child_end = socket.socketpair()
         for end in (server_end, child_end):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -294,28 +261,16 @@ class EngineProcess(EngineClient):
                     end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
         # Not in an executor: the kernel ends the child when the thread that started it ends. The call takes milliseconds.
         descriptor = child_end.fileno()
-        self._first.processes.append(start_call(functools.partial(_serve, make, descriptor), pass_fds=(descriptor,)))
+        call = functools.partial(_serve, self._first_rank, descriptor)
+        self._first.processes.append(start_call(call, pass_fds=(descriptor,)))
         child_end.close()
         server_end.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_connection(lambda: _EventProtocol(self), sock=server_end)
         self._transport = transport
 
-    async def _start_followers(self) -> Callable[[], Engine]:
-        """Start the ranks after the first one. Return the function that makes the engine of the first rank."""
-        # In a thread: the import of torch takes a second, which would block the event loop.
-        self._store = await asyncio.get_running_loop().run_in_executor(None, create_rank_store)
-        world, port = self._tensor * self._data, self._store.port
-        arguments = self._make, self._tensor, self._expert
-        self._followers = start_followers(functools.partial(_follow, *arguments), world=world, port=port)
-        return functools.partial(_make_first_rank, *arguments, RankPlacement.of_child(0, world=world, port=port))
-
-    def _kill_followers(self, error: EngineGone) -> None:
-        del error
-        self._followers.kill()
-
     def _send(self, command: EngineCommand) -> None:
         assert self._transport is not None
-        self._transport.write(frame(command_to_wire(command)))
+        self._transport.write(encode_messages([command]))
 
     def _handle_disconnect(self) -> None:
         if self.error is None:
@@ -337,11 +292,11 @@ class _EventProtocol(asyncio.Protocol):
 
     def __init__(self, client: EngineProcess) -> None:
         self._client = client
-        self._frames = FrameDecoder()
+        self._frames = MessageDecoder(_MAX_FRAME_BYTES)
 
     def data_received(self, data: bytes) -> None:
-        for events in self._frames.add(data):
-            self._client._handle([event_of_wire(event) for event in events])
+        for frame in self._frames.feed(data):
+            self._client._handle(decode_messages(frame))
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
@@ -352,11 +307,11 @@ class _EventProtocol(asyncio.Protocol):
 
 
 class _ChildPort:
-    """The engine's end of the socket pair, an :class:`EnginePort` in the child process."""
+    """The engine's end of the socket pair, in the child process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._frames = FrameDecoder()
+        self._frames = MessageDecoder(_MAX_FRAME_BYTES)
 
     def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
         """Return the commands that the socket has received; with ``block`` wait for one. A closed connection returns
@@ -369,35 +324,35 @@ class _ChildPort:
             piece = self._socket.recv(_RECEIVE_BYTES)
             if not piece:
                 return [StopEngine()]
-            commands.extend(command_of_wire(command) for command in self._frames.add(piece))
+            for frame in self._frames.feed(piece):
+                commands += decode_messages(frame)
         return commands
 
     def send(self, events: Sequence[EngineEvent]) -> None:
         """Send ``events`` in one frame. Blocks while the socket's buffers are full."""
-        self._socket.sendall(frame([event_to_wire(event) for event in events]))
+        self._socket.sendall(encode_messages(events))
 
 
-def _serve(make: Callable[[], Engine], descriptor: int) -> None:
+def _serve(first_rank: Callable[[], AbstractContextManager[Engine]], descriptor: int) -> None:
     """Run the engine in the child: the target of :class:`EngineProcess`. ``descriptor``: the child's end of the socket."""
     end_with_parent()
     port = _ChildPort(socket.socket(fileno=descriptor))
     try:
-        engine = make()
-        port.send([EngineInfo.from_engine(engine)])
-        EngineLoop(engine, port).serve_until_stopped()
-        engine.close()  # ends the other ranks
-    except (BrokenPipeError, ConnectionResetError):  # the server is gone
-        os._exit(1)
+        with first_rank() as engine:
+            try:
+                port.send([EngineInfo.from_engine(engine)])
+                EngineLoop(engine, port).serve_until_stopped()
+            except BaseException as error:
+                _report_and_exit(port, error)
     except BaseException as error:
-        with suppress(OSError):
-            port.send([EngineFailed(f"{type(error).__name__}: {error}")])
-        os._exit(1)  # after a lost device, the vendor runtime's exit handlers may hang
+        _report_and_exit(port, error)
 
 
-def _make_first_rank(make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement) -> Engine:
-    """Return the engine of rank 0. The process group lasts until the process ends."""
-    return make(joined=Joined(tensor, placement.world // tensor, placement, expert=expert))
+def _report_and_exit(port: _ChildPort, error: BaseException) -> None:
+    """Send the ``error``, unless the server is gone, and end the process, whose children end with it.
 
-
-def _follow(make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement) -> None:
-    follow_first_rank(make, tensor, expert, placement, lambda engine: engine.follow())
+    After a lost device or rank, the exit handlers of the vendor's runtime and the end of the ranks' groups may hang.
+    """
+    with suppress(OSError):
+        port.send([EngineFailed(f"{type(error).__name__}: {error}")])
+    os._exit(1)

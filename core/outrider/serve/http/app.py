@@ -37,13 +37,10 @@ from outrider.serve.api.request_fields import (  # noqa: E402
 from outrider.serve.api.response_writer import ChatWriter, CompletionWriter  # noqa: E402
 from outrider.serve.api.responses import ApiError, bad_request, invalid_fields, json_response  # noqa: E402
 from outrider.serve.api.responses_api import add_responses_routes  # noqa: E402
-from outrider.serve.api.service import LOG_FIELDS_KEY, ServerState, Service  # noqa: E402
+from outrider.serve.api.service import LOG_FIELDS_KEY, Service  # noqa: E402
 from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
 from outrider.serve.http.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
-from outrider.serve.http.request_middleware import (  # noqa: E402
-    RequestMiddleware,
-    RequestSpans,
-)
+from outrider.serve.http.request_middleware import RequestMiddleware, RequestSpans  # noqa: E402
 
 _ERROR_SCHEMA = {
     "type": "object",
@@ -184,14 +181,14 @@ def _add_status_routes(app: FastAPI, service: Service, version: str) -> None:
     @app.get("/health", responses={503: _ERRORS[503]})
     async def health() -> Response:
         """Return 200 while the engine runs, also while the server drains. Return 503 once the engine is gone."""
-        is_lost = service.state is ServerState.LOST
+        is_lost = service.state == "lost"
         reason = {"reason": str(service.engine.error)} if is_lost else {}
         return json_response({"status": "lost" if is_lost else "ok", **reason}, 503 if is_lost else 200)
 
     @app.get("/ready", responses={503: _ERRORS[503]})
     async def ready() -> Response:
         """Return 200 while the server accepts new requests, else 503."""
-        return json_response({"status": str(service.state)}, 200 if service.state is ServerState.READY else 503)
+        return json_response({"status": service.state}, 200 if service.state == "ready" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

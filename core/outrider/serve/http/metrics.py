@@ -132,10 +132,8 @@ class ServerMetrics:
         )
         labels = ["model_name", "route", "status"]
         self._requests = Counter("outrider_http_requests", "HTTP responses; status 0: none.", labels, registry=registry)
-        drafts = _DraftCollector(self._model, engine.info.draft_tokens)
-        self._proposed, self._accepted = drafts.proposed, drafts.accepted
-        registry.register(drafts)
-        registry.register(_EngineCollector(engine, config))
+        self._engine = _EngineCollector(engine, self._model)
+        registry.register(self._engine)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(self._model)
@@ -152,8 +150,8 @@ class ServerMetrics:
         if seconds is not None and tokens:
             self._inter_token.observe(seconds / tokens)
         if proposed:
-            self._proposed[proposed] += 1
-            self._accepted[drafted] += 1
+            self._engine.proposed[proposed] += 1
+            self._engine.accepted[drafted] += 1
 
     def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int) -> None:
         """Record the time and the lengths of a request all of whose choices have ended without an error."""
@@ -184,48 +182,28 @@ class ServerMetrics:
         return generate_latest(AliasedRegistry(self.registry))
 
 
-class _DraftCollector(Collector):
-    """A collector that counts drafts by draft length and by accepted length. Recording an output costs two additions."""
-
-    def __init__(self, model: str, max_length: int) -> None:
-        self._model = model
-        self.proposed = [0] * (max_length + 1)
-        """Number of drafts by the number of their tokens."""
-        self.accepted = [0] * (max_length + 1)
-        """Number of drafts by the number of their accepted tokens."""
-
-    def describe(self) -> Iterator[Metric]:
-        """Return the metrics without a change: their names don't depend on the engine."""
-        return self.collect()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the number of drafts: all, and by position those with a token there and those accepted up to it."""
-        drafts = CounterMetricFamily("outrider_drafts", "Drafts that were verified.", labels=["model_name"])
-        drafts.add_metric([self._model], sum(self.proposed))
-        yield drafts
-        yield self._family("outrider_drafted_tokens", "Drafts that had a token at this position.", self.proposed)
-        yield self._family("outrider_accepted_tokens", "Drafts that were accepted up to this position.", self.accepted)
-
-    def _family(self, name: str, text: str, counts: list[int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name", "position"])
-        for position in range(1, len(counts)):
-            family.add_metric([self._model, str(position)], sum(counts[position:]))
-        return family
-
-
 class _EngineCollector(Collector):
-    """A collector that reads the engine's latest snapshot."""
+    """A collector that counts drafts and reads the engine's latest snapshot. Counting a draft costs two additions."""
 
-    def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
+    def __init__(self, engine: EngineClient, model: str) -> None:
         self._engine = engine
-        self._model = config.names[0]
+        self._model = model
+        self.proposed = [0] * (engine.info.draft_tokens + 1)
+        """Number of drafts by the number of their tokens."""
+        self.accepted = list(self.proposed)
+        """Number of drafts by the number of their accepted tokens."""
 
     def describe(self) -> Iterator[Metric]:
         """Return no metric: the set of metrics depends on whether the engine has sent a snapshot."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics. Before the first snapshot, the only one is ``outrider_up``."""
+        """Yield the number of drafts (all, and by position those with a token there and those accepted up to it) and the
+        engine's metrics. Before the first snapshot, the only one of these is ``outrider_up``.
+        """
+        yield self._metric(CounterMetricFamily, "outrider_drafts", "Drafts that were verified.", sum(self.proposed))
+        yield self._by_position("outrider_drafted_tokens", "Drafts that had a token at this position.", self.proposed)
+        yield self._by_position("outrider_accepted_tokens", "Drafts that were accepted up to this position.", self.accepted)
         up = float(self._engine.error is None)
         yield self._metric(GaugeMetricFamily, "outrider_up", "1 while the engine runs, 0 once it is gone.", up)
         snapshot, info = self._engine.snapshot, self._engine.info
@@ -260,14 +238,19 @@ class _EngineCollector(Collector):
             "enable_prefix_caching": str(info.prefix_cache),
             "cache_dtype": info.cache_dtype,
         }
-        yield self._info("outrider_cache_config_info", cache_config)
+        family = GaugeMetricFamily(
+            "outrider_cache_config_info", "Shape of the KV cache.", labels=["model_name", *cache_config]
+        )
+        family.add_metric([self._model, *cache_config.values()], 1.0)
+        yield family
 
     def _metric(self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float) -> Metric:
         family = kind(name, text, labels=["model_name"])
         family.add_metric([self._model], value)
         return family
 
-    def _info(self, name: str, labels: dict[str, str]) -> Metric:
-        family = GaugeMetricFamily(name, "Shape of the KV cache.", labels=["model_name", *labels])
-        family.add_metric([self._model, *labels.values()], 1.0)
+    def _by_position(self, name: str, text: str, counts: list[int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name", "position"])
+        for position in range(1, len(counts)):
+            family.add_metric([self._model, str(position)], sum(counts[position:]))
         return family

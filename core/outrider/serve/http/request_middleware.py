@@ -258,27 +258,24 @@ class RequestSpans:
         self._provider.shutdown()
 
 
-class JsonFormatter(logging.Formatter):
-    """A formatter that writes one JSON object per line, in ASCII: data of a client can't forge a line."""
+class LogFormatter(logging.Formatter):
+    """A formatter of one line per record, with the record's ``fields``: text for people, or JSON in ASCII, in which data of a
+    client can't forge a line.
+    """
+
+    def __init__(self, *, is_json: bool) -> None:
+        super().__init__()
+        self._is_json = is_json
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as JSON: time, level, event, the record's ``fields`` and its traceback."""
-        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = {"time": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "event": record.getMessage()}
-        line |= getattr(record, "fields", {})
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-class TextFormatter(logging.Formatter):
-    """A formatter that writes the message and the record's ``fields`` as text for people."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line, with the traceback of an error on further lines."""
-        fields = " ".join(f"{name}={value!r}" for name, value in getattr(record, "fields", {}).items())
-        text = f"outrider: {record.getMessage()} {fields}".rstrip()
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        """Return the record as one line. In text, the traceback of an error has further lines."""
+        fields, traceback = getattr(record, "fields", {}), self.formatException(record.exc_info) if record.exc_info else ""
+        if self._is_json:
+            at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            line = {"time": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "event": record.getMessage()}
+            return json.dumps({**line, **fields, **({"traceback": traceback} if traceback else {})}, default=str)
+        shown = " ".join(f"{name}={value!r}" for name, value in fields.items())
+        return f"outrider: {record.getMessage()} {shown}".rstrip() + (f"\n{traceback}" if traceback else "")
 
 
 def log_to_stderr(form: str) -> None:
@@ -286,7 +283,7 @@ def log_to_stderr(form: str) -> None:
     handlers of the root logger.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(LogFormatter(is_json=form == "json"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
