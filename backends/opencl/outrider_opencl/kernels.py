@@ -205,7 +205,10 @@ def _place_tokens(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
 
 def _publish_accepted(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
     del results
-    return Launch(args[0].shape[0], (*args, args[2].shape[1], args[6].stride(0)))
+    rows, *others, pending = args  # of a pointer that isn't read, `rows` takes the place
+    counts = int(pending is not None)
+    held = rows if pending is None else pending
+    return Launch(rows.shape[0], (rows, *others, held, counts, args[2].shape[1], args[6].stride(0)))
 
 
 def _place_accepted(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
@@ -315,13 +318,14 @@ class OpenCLKernels(KernelSet):
         last_tokens: Tensor,
         results: Tensor,
         own: tuple[Tensor, Tensor],
+        pending: Tensor | None = None,
     ) -> None:
         """Publish tokens and lengths, one work item per request."""
-        dense = (rows, lens, *decided, lengths, last_tokens, *own)
+        dense = (rows, lens, *decided, lengths, last_tokens, *own, *(() if pending is None else (pending,)))
         if not self._has_kernel(*dense, strided=(results,)) or results.stride(1) != 1:
-            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
+            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own, pending)
             return
-        torch.ops.outrider.publish_accepted.opencl(rows, lens, *decided, lengths, last_tokens, results, *own)
+        torch.ops.outrider.publish_accepted.opencl(rows, lens, *decided, lengths, last_tokens, results, *own, pending)
 
     def place_accepted(
         self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
