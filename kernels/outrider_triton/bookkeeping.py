@@ -129,6 +129,7 @@ def _publish_accepted(
     results: Tensor,
     own_tokens: Tensor,
     own_accepted: Tensor,
+    pending: Tensor | None,
     pdl: bool,
 ) -> None:
     _expect_contiguous("publish_accepted", rows, lens, lengths, last_tokens, own_tokens, own_accepted)
@@ -137,7 +138,7 @@ def _publish_accepted(
     launch(
         jit.publish_accepted,
         (batch,),
-        *(rows, lens, tokens, accepted, lengths, last_tokens, results, own_tokens, own_accepted),
+        *(rows, lens, tokens, accepted, lengths, last_tokens, results, own_tokens, own_accepted, pending),
         *(path, results.stride(0), tokens.stride(0), accepted.stride(0)),
         BLOCK=power_of_two(path),
         pdl=pdl,
@@ -146,7 +147,9 @@ def _publish_accepted(
 
 
 define(
-    "publish_accepted.triton", _publish_accepted, writes=("lengths", "last_tokens", "results", "own_tokens", "own_accepted")
+    "publish_accepted.triton",
+    _publish_accepted,
+    writes=("lengths", "last_tokens", "results", "own_tokens", "own_accepted", "pending"),
 )
 
 

@@ -575,9 +575,10 @@ class TritonKernels(FusedBlocks):
         last_tokens: Tensor,
         results: Tensor,
         own: tuple[Tensor, Tensor],
+        pending: Tensor | None = None,
     ) -> None:
         """Publish accepted tokens and lengths to state rows and results, one program per request."""
-        _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, self.pdl)
+        _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, pending, self.pdl)
 
     def place_accepted(
         self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor

@@ -269,7 +269,8 @@ KERNELS = [
     (bookkeeping.partial_nan, {}, {"SHARES": 64, "BLOCK": 4096}),
     (bookkeeping.reduce_nan, {}, {"SHARES": 64}),
     (bookkeeping.place_tokens, {"last": "i64"}, {"BLOCK": 4}),
-    (bookkeeping.publish_accepted, {"path": "i32"}, {"BLOCK": 4}),
+    (bookkeeping.publish_accepted, {"path": "i32", "pending": LONG}, {"BLOCK": 4}),
+    (bookkeeping.publish_accepted, {"path": "i32"}, {"BLOCK": 4, "pending": None}),
     (bookkeeping.place_accepted, {"path": "i32"}, {"BLOCK": 4}),
     (bookkeeping.embed_beside, {"hidden": HALF}, {"BLOCK": 1024}),
     *(

@@ -268,9 +268,11 @@ def test_what_was_decided_is_published_from_within_a_larger_table(kernels, devic
         lengths, last, results = (torch.zeros(shape, dtype=torch.int64, device=where) for shape in (6, 6, (3, 4)))
         own = torch.zeros(3, 3, dtype=torch.int64, device=where), torch.zeros(3, dtype=torch.int64, device=where)
         decided = table.to(where)[:, 1:4], table.to(where)[:, 0]
-        each.publish_accepted(rows.to(where), lens.to(where), decided, lengths, last, results, own)
-        made.append([x.tolist() for x in (lengths[1:], last[1:], results, *own)])
+        pending = torch.tensor([0, 9, 1, 9, -2, 9], device=where)
+        each.publish_accepted(rows.to(where), lens.to(where), decided, lengths, last, results, own, pending)
+        made.append([x.tolist() for x in (lengths[1:], last[1:], results, *own, pending)])
     assert made[0] == made[1]
+    assert made[0][-1] == [0, 9, -3, 9, 2, 9]
 
 
 def test_the_lowest_index_wins_among_equals(kernels, device):

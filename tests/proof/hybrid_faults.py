@@ -7,6 +7,7 @@ from unittest.mock import patch
 import torch
 
 from outrider.device.kernels import blocks
+from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.device.kernels.reference import recurrent
 from outrider.engine import stages
@@ -17,7 +18,7 @@ from outrider.engine.state.buffers import StaticBuffers
 from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.transfer import StateTransfer
 from outrider.engine.step import Step
-from outrider.model import Decoder, KVCache, StateInput
+from outrider.model import Decoder, StateInput
 from outrider.speculative.draft_model import HybridDraftModelProposer
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens
@@ -76,9 +77,15 @@ def _with_equal_states(engine, wrong):
 
 
 def _accepts(change):
-    """Change the numbers of accepted drafts that become pending: ``change`` gets the rows and the numbers."""
-    real = KVCache.accept
-    return patch.object(KVCache, "accept", lambda self, rows, accepted: real(self, rows, change(rows, accepted)))
+    """Change the numbers of accepted drafts that become pending: ``change`` gets the numbers and the sizes of windows."""
+    real = BookkeepingKernels.publish_accepted
+
+    def publish(self, rows, lens, decided, lengths, last_tokens, results, own, pending=None):
+        real(self, rows, lens, decided, lengths, last_tokens, results, own, pending)
+        if pending is not None:
+            pending[rows] = pending[rows].sign() * (change(decided[1], decided[0].shape[1]) + 1)
+
+    return patch.object(BookkeepingKernels, "publish_accepted", publish)
 
 
 def _convolves(change):
@@ -106,22 +113,17 @@ def the_window_ends_with_the_drafts():
 
 
 def what_rejects_every_draft_commits_nothing():
-    return _accepts(lambda rows, accepted: accepted - 1)
+    return _accepts(lambda accepted, width: accepted - 1)
 
 
 def placeholders_enter_the_state():
-    real = KVCache.accept
-
-    def accept(self, rows, accepted):
-        real(self, rows, torch.full_like(accepted, self.windows[0].inputs.shape[1] - 1) if self.windows else accepted)
-
-    return patch.object(KVCache, "accept", accept)
+    return _accepts(lambda accepted, width: torch.full_like(accepted, width - 1))
 
 
 def counts_are_those_of_the_iteration_before():
     known = []
 
-    def change(rows, accepted):
+    def change(accepted, width):
         before, known[:] = known[:], [accepted.clone()]
         return before[0] if before and before[0].shape == accepted.shape else accepted
 
@@ -129,7 +131,7 @@ def counts_are_those_of_the_iteration_before():
 
 
 def counts_belong_to_other_rows():
-    return _accepts(lambda rows, accepted: accepted.roll(1))
+    return _accepts(lambda accepted, width: accepted.roll(1))
 
 
 def the_first_layer_resets_the_counts():
@@ -149,14 +151,14 @@ def a_new_request_keeps_pending_tokens():
 
 
 def a_half_is_not_switched():
-    real = KVCache.accept
+    real = BookkeepingKernels.publish_accepted
 
-    def accept(self, rows, accepted):
-        real(self, rows, accepted)
-        if self.pending is not None:
-            self.pending.abs_()
+    def publish(self, *operands):
+        real(self, *operands)
+        if operands[-1] is not None:
+            operands[-1].abs_()
 
-    return patch.object(KVCache, "accept", accept)
+    return patch.object(BookkeepingKernels, "publish_accepted", publish)
 
 
 def _settles(where):

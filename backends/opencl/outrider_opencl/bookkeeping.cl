@@ -60,8 +60,10 @@ kernel void place_tokens(
 kernel void publish_accepted(
     global const long *rows, global const long *lens, global const long *tokens, global const long *accepted,
     global long *lengths, global long *last_tokens, global long *results, global long *own_tokens,
-    global long *own_accepted, long path, long result_stride) {
+    global long *own_accepted, global long *pending, long has_pending, long path, long result_stride) {
     long b = get_global_id(0), row = rows[b], count = accepted[b];
+    if (has_pending)
+        pending[row] = row <= 0 ? 0 : pending[row] > 0 ? -1 - count : count + 1;
     lengths[row] = row > 0 ? lens[b] + count + 1 : 0;
     last_tokens[row] = row > 0 ? tokens[b * path + count] : 0;
     results[b * result_stride] = count;

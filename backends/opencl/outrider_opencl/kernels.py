@@ -196,8 +196,10 @@ def _place_tokens(*operands: Any) -> Launch:
     return Launch(lens.shape[0], (*operands, tables.shape[1], positions.shape[1], seq_lens.shape[1], *strides))
 
 
-def _publish_accepted(*operands: Any) -> Launch:
-    return Launch(operands[0].shape[0], (*operands, operands[2].shape[1], operands[6].stride(0)))
+def _publish_accepted(rows: Tensor, *operands: Any) -> Launch:
+    *others, pending = operands  # of a pointer that isn't read, `rows` takes the place
+    held = rows if pending is None else pending
+    return Launch(rows.shape[0], (rows, *others, held, int(pending is not None), others[1].shape[1], others[5].stride(0)))
 
 
 def _place_accepted(*operands: Any) -> Launch:
@@ -306,13 +308,14 @@ class OpenCLKernels(KernelSet):
         last_tokens: Tensor,
         results: Tensor,
         own: tuple[Tensor, Tensor],
+        pending: Tensor | None = None,
     ) -> None:
         """Publish tokens and lengths, one work item per request."""
-        dense = (rows, lens, *decided, lengths, last_tokens, *own)
+        dense = (rows, lens, *decided, lengths, last_tokens, *own, *(() if pending is None else (pending,)))
         if not self._has_kernel(*dense, strided=(results,)) or results.stride(1) != 1:
-            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
+            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own, pending)
             return
-        torch.ops.outrider.publish_accepted.opencl(rows, lens, *decided, lengths, last_tokens, results, *own)
+        torch.ops.outrider.publish_accepted.opencl(rows, lens, *decided, lengths, last_tokens, results, *own, pending)
 
     def place_accepted(
         self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor

@@ -375,8 +375,8 @@ class Verify(Stage):
             parts.future.last_tokens,
             results.decode_rows(batch.count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
+            parts.cache.pending,
         )
-        parts.cache.accept(inputs.rows, accepted)
         if parts.has_extend_work and outputs.path is not None and path is not None:
             outputs.path.copy_(path)
         return hidden, aux_hidden_states

@@ -265,7 +265,9 @@ class HybridDraftModelProposer(DraftModelProposer):
         states = StateInput(inputs.rows, decodes=True)
         flat = ForwardInput(tokens, rope_positions, inputs.slots, attention, kept=inputs.kept, states=states)
         model.forward(flat, self.cache)
-        self.cache.accept(inputs.rows, inputs.last % after.shape[1])
+        assert self.cache.pending is not None  # the states have windows
+        counts = torch.where(inputs.rows > 0, inputs.last % after.shape[1] + 1, 0)  # accepted drafts and the token before
+        self.cache.pending.index_copy_(0, inputs.rows, counts)
         model.settle(self.cache, inputs.rows)  # the next draft copies the states
         return {}
 

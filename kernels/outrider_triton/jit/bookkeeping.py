@@ -190,6 +190,7 @@ def publish_accepted(
     results,
     own_tokens,
     own_accepted,
+    pending,
     path,
     results_stride,
     tokens_stride,
@@ -198,7 +199,7 @@ def publish_accepted(
     PDL: tl.constexpr,
 ):
     """Write one request's ``path`` tokens, accepted count and new length to the state rows and results; one program per
-    request. The accepted tokens may be columns of a wider tensor.
+    request. The accepted tokens may be columns of a wider tensor. ``pending`` counts them in the other half of the window.
     """
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -210,6 +211,9 @@ def publish_accepted(
     tl.store(last_tokens + row, tl.where(row > 0, decided, 0))
     tl.store(results + request * results_stride, count)
     tl.store(own_accepted + request, count)
+    if pending is not None:
+        held = tl.where(tl.load(pending + row) > 0, -1 - count, count + 1)
+        tl.store(pending + row, tl.where(row > 0, held, 0))
     lane = tl.arange(0, BLOCK)
     token = tl.load(tokens + request * tokens_stride + lane, mask=lane < path)
     tl.store(results + request * results_stride + 1 + lane, token, mask=lane < path)

@@ -246,14 +246,19 @@ def _publish(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     tokens, accepted = _decided(dice, batch, shape["count"])
     lens = dice.indices(2 * MANY, batch)
     lengths, last = dice.integers(0, 5000, requests), dice.integers(0, 1 << 20, requests)
+    pending = dice.integers(-5, 6, requests)
     lengths[0] = last[0] = 7 if 0 in rows else 0  # padding makes it 0
-    wanted_lengths, wanted_last = lengths.clone(), last.clone()
+    pending[0] = lengths[0] if shape["flag"] else 0
+    wanted_lengths, wanted_last, wanted_pending = lengths.clone(), last.clone(), pending.clone()
     for index, row in enumerate(rows.tolist()):
         wanted_lengths[row] = lens[index] + accepted[index] + 1 if row else 0
         wanted_last[row] = tokens[index, accepted[index]] if row else 0
+        if shape["flag"]:
+            wanted_pending[row] = (accepted[index] + 1) * (-1 if pending[row] > 0 else 1) if row else 0
     wanted: dict[str, Wanted] = {
         "lengths": wanted_lengths,
         "last_tokens": wanted_last,
+        "pending": wanted_pending,
         "results": torch.cat((accepted.unsqueeze(1), tokens), dim=1),
         "own_tokens": tokens,
         "own_accepted": accepted,
@@ -262,10 +267,12 @@ def _publish(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     operands |= {"accepted": Operand(accepted), "lengths": Operand(lengths), "last_tokens": Operand(last)}
     operands["results"] = Operand(_stale(torch.zeros(batch, 1 + shape["count"], dtype=torch.int64)), "wide")
     operands |= {"own_tokens": Operand(_stale(tokens)), "own_accepted": Operand(_stale(accepted))}
+    operands["pending"] = Operand(pending)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         decided, own = (o["tokens"], o["accepted"]), (o["own_tokens"], o["own_accepted"])
-        kernels.publish_accepted(o["rows"], o["lens"], decided, o["lengths"], o["last_tokens"], o["results"], own)
+        held = o["pending"] if shape["flag"] else None
+        kernels.publish_accepted(o["rows"], o["lens"], decided, o["lengths"], o["last_tokens"], o["results"], own, held)
         return {}
 
     return Problem(operands, call, wanted)
@@ -330,7 +337,11 @@ BOOKKEEPING = (
         choices=True,
     ),
     KernelProblems(
-        "publish_accepted", _publish, {"batch": _BATCH, "count": _COUNT} | _FAR, _corners(count=5)[::2], choices=True
+        "publish_accepted",
+        _publish,
+        {"batch": _BATCH, "count": _COUNT, "flag": _FLAG} | _FAR,
+        [*_corners(count=5, flag=0)[::2], *_corners(count=5, flag=1)[::2]],
+        choices=True,
     ),
     KernelProblems("place_accepted", _extend, _DECIDED, _corners(count=5)[::2], choices=True),
 )

@@ -92,14 +92,19 @@ class BookkeepingKernels:
         last_tokens: Tensor,
         results: Tensor,
         own: tuple[Tensor, Tensor],
+        pending: Tensor | None = None,
     ) -> None:
         """Write the decision ``decided``, tokens int64 [B, E] and accepted int64 [B], to rows, results and ``own``.
 
         ``lengths`` int64 [R] and ``last_tokens`` int64 [R] are written at ``rows`` int64 [B]: ``lens + accepted + 1`` and
         the last token; row 0 becomes 0. ``results`` int64 [B, 1 + E] receives accepted, then tokens. ``own`` receives
         copies of both tensors of ``decided``.
+
+        ``pending`` int64 [R] (:class:`~outrider.device.RecurrentBatch`) counts the accepted drafts and the token before them:
+        it becomes ``accepted + 1`` at ``rows``, negated where it was positive, because halves of windows alternate. Row 0
+        becomes 0.
         """
-        torch.ops.outrider.publish_accepted(rows, lens, *decided, lengths, last_tokens, results, *own)
+        torch.ops.outrider.publish_accepted(rows, lens, *decided, lengths, last_tokens, results, *own, pending)
 
     def place_accepted(
         self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor

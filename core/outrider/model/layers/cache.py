@@ -110,14 +110,6 @@ class KVCache:
         pending = torch.zeros(rows, dtype=torch.int64, device=device)
         return replace(self, windows=tuple(window() for _ in config.layers), pending=pending)
 
-    def accept(self, rows: Tensor, accepted: Tensor) -> None:
-        """Count the ``accepted`` int64 [B] drafts of ``rows`` int64 [B], and the token before them, as pending. Row 0 keeps
-        none.
-        """
-        if self.pending is not None:
-            counts = torch.where(self.pending.index_select(0, rows) > 0, -1 - accepted, accepted + 1)
-            self.pending.index_copy_(0, rows, torch.where(rows > 0, counts, 0))
-
     @property
     def pages(self) -> int:
         """Number of pages of this cache, the reserved page included."""

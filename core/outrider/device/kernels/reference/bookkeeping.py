@@ -89,6 +89,7 @@ def publish_accepted(
     results: Tensor,
     own_tokens: Tensor,
     own_accepted: Tensor,
+    pending: Tensor | None,
 ) -> None:
     """Write the decision of verify to the next iteration's rows, to ``results`` [B, 1 + E] and to draft-extend's inputs.
 
@@ -102,6 +103,9 @@ def publish_accepted(
     results[:, 1:] = tokens
     own_tokens.copy_(tokens)
     own_accepted.copy_(accepted)
+    if pending is not None:
+        held = torch.where(pending.index_select(0, rows) > 0, -1 - accepted, accepted + 1)
+        pending.index_copy_(0, rows, torch.where(real, held, 0))
 
 
 def place_accepted(

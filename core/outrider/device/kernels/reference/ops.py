@@ -161,7 +161,7 @@ _define("place_tokens", bookkeeping.place_tokens, writes=("positions", "slots", 
 _define(
     "publish_accepted",
     bookkeeping.publish_accepted,
-    writes=("lengths", "last_tokens", "results", "own_tokens", "own_accepted"),
+    writes=("lengths", "last_tokens", "results", "own_tokens", "own_accepted", "pending"),
 )
 _define("place_accepted", bookkeeping.place_accepted, writes=("following", "last", "positions"))
 
@@ -276,7 +276,9 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
             }
         ),
         "outrider::gather_checked": MappingProxyType({"source": _cells_of_source}),
-        "outrider::publish_accepted": MappingProxyType({"lengths": _rows_of_requests, "last_tokens": _rows_of_requests}),
+        "outrider::publish_accepted": MappingProxyType(
+            dict.fromkeys(("lengths", "last_tokens", "pending"), _rows_of_requests)
+        ),
         "outrider::move_cache": MappingProxyType({"k_cache": _rows_of_moves, "v_cache": _rows_of_moves}),
     }
 )
