@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.options.option_values import JsonOption, one_of, option, whole
+from outrider.cli.options.option_values import one_of, option, whole
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
@@ -52,7 +52,6 @@ def sanitize(
             help="Fail unless some of these were watched; may be given again. Operations are always needed.",
         ),
     ] = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Run a Python script and report races, stale reads and lost flags. The exit code is 1 if there is a finding, if the
     script fails, or if no operation, or none of the kinds that --require names, was watched.
@@ -60,7 +59,6 @@ def sanitize(
     With --ranks each rank is a host thread with its own simulated device, arguments, environment and torch.distributed. One
     report then also lists the calls and decisions in which ranks differ.
     """
-    del json_output
     path = script_path(script, "sanitize")
     registry = Registry()
     spec = select_for_script(registry, backend)

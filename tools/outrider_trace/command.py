@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import JsonOption, UsageError, number, option, output_file
+from outrider.cli.options.option_values import UsageError, number, option, output_file
 from outrider.cli.terminal.files import output_problem, write_whole
 from outrider.cli.terminal.report import CommandReport
 from outrider.registry import Registry
@@ -48,14 +48,12 @@ def trace(
     ] = None,
     start: Annotated[float, option("--from", value=number(0), help="Start of the picture, in microseconds.")] = 0.0,
     end: Annotated[float | None, option("--to", value=number(0), help="End of the picture. Default: of the run.")] = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
 
     Times are the device's own, or virtual ones on a simulated device. The exit code is the script's, or 1 if there was no
     operation to draw.
     """
-    del json_output
     path = script_path(script, "trace")
     target = picture or out.with_suffix(".html")
     if target == out:

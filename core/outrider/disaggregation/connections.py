@@ -111,6 +111,7 @@ _MAX_UNSENT_BYTES = 512 << 20
 _RECEIVE_BYTES = 1 << 20
 _PING_INTERVAL_S = 2.0
 _HANDSHAKE_TIMEOUT_S = 10.0
+_SILENCE_TIMEOUT_S = 30.0
 _RECONNECT_INTERVAL_S = 0.25
 _NONCE_BYTES = 32
 
@@ -187,14 +188,12 @@ class ConnectionHub:
     """The connections of one process to its peers.
 
     The hub accepts connections on ``listen``; None accepts none. All processes share ``secret``. Each side proves that it
-    knows the secret before the other side reads any other message. A peer that sends nothing for ``silence_s`` seconds is
-    gone. Raises :class:`ConfigError` if the address can't be bound, or if it is exposed without a secret.
+    knows the secret before the other side reads any other message. A peer that sends nothing for 30 seconds is gone.
+    Raises :class:`ConfigError` if the address can't be bound, or if it is exposed without a secret.
     """
 
-    def __init__(
-        self, role: ProcessRole, *, listen: PeerAddress | None, secret: bytes = b"", silence_s: float = 30.0
-    ) -> None:
-        self._role, self._secret, self._silence_s = role, secret, silence_s
+    def __init__(self, role: ProcessRole, *, listen: PeerAddress | None, secret: bytes = b"") -> None:
+        self._role, self._secret = role, secret
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._num_connections = 0
@@ -395,8 +394,8 @@ class ConnectionHub:
         for connection in list(self._connections.values()):
             if not connection.is_authenticated and now - connection.opened_at > _HANDSHAKE_TIMEOUT_S:
                 self._drop_connection(connection, "it didn't say who it is")
-            elif now - connection.last_received_at > self._silence_s:
-                self._drop_connection(connection, f"it said nothing for {self._silence_s:g} s")
+            elif now - connection.last_received_at > _SILENCE_TIMEOUT_S:
+                self._drop_connection(connection, f"it said nothing for {_SILENCE_TIMEOUT_S:g} s")
             elif connection.is_authenticated and now - connection.last_sent_at > _PING_INTERVAL_S:
                 self._queue(connection, WireMessage("ping"))
 

@@ -38,15 +38,13 @@ class DecodeClient:
 
     If a server goes away, its samples continue on another server, or on the same server once it is back. They continue after
     the output that has been received, which is neither repeated nor changed. A sample that finds no server for ``patience_s``
-    seconds ends with an error. ``silence_s`` is the time without a message after which a server counts as gone.
+    seconds ends with an error.
 
     Use a client in one thread.
     """
 
-    def __init__(
-        self, servers: Sequence[PeerAddress], *, secret: bytes = b"", patience_s: float = 60.0, silence_s: float = 30.0
-    ) -> None:
-        self._hub = ConnectionHub(ProcessRole.CLIENT, listen=None, secret=secret, silence_s=silence_s)
+    def __init__(self, servers: Sequence[PeerAddress], *, secret: bytes = b"", patience_s: float = 60.0) -> None:
+        self._hub = ConnectionHub(ProcessRole.CLIENT, listen=None, secret=secret)
         self._patience_s = patience_s
         self._open: dict[int, _OpenSample] = {}
         self._samples_of_peer: dict[int, set[int]] = {}

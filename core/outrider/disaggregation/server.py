@@ -42,8 +42,8 @@ _BUSY_POLL_S = 0.0005
 class DisaggregationServer(ABC):
     """The common part of the prefill server and the decode server: connections, handshakes of engines, and the loop.
 
-    Create and use a server in its engine's thread. The server listens on ``listen``. ``secret`` and ``silence_s`` are
-    arguments of :class:`~outrider.disaggregation.connections.ConnectionHub`. ``say`` is called with each log line.
+    Create and use a server in its engine's thread. The server listens on ``listen``. ``secret`` is an argument of
+    :class:`~outrider.disaggregation.connections.ConnectionHub`. ``say`` is called with each log line.
     """
 
     _role: ProcessRole
@@ -58,7 +58,6 @@ class DisaggregationServer(ABC):
         *,
         listen: PeerAddress,
         secret: bytes = b"",
-        silence_s: float = 30.0,
         say: LogLine = lambda line: None,
     ) -> None:
         self.engine, self._transport, self._say = engine, transport, say
@@ -66,7 +65,7 @@ class DisaggregationServer(ABC):
         self._layout = ParallelConfig(tensor=shards.attention.size, data=engine.groups, expert=shards.divides_experts)
         # A transport that can't register this engine's memory fails now, not when the first peer connects.
         self._try_link(listen.host)
-        self._hub = ConnectionHub(self._role, listen=listen, secret=secret, silence_s=silence_s)
+        self._hub = ConnectionHub(self._role, listen=listen, secret=secret)
         self._fit = codec.engine_fit(engine)
         self._handshakes: dict[int, PageLanding | None] = {}
         """Peers that haven't described their engine, each with the landing that a decode server has opened for it."""
@@ -280,12 +279,11 @@ class DecodeServer(DisaggregationServer):
         prefills_alone: bool = True,
         describe: Callable[[Engine], dict[str, Any]] | None = None,
         secret: bytes = b"",
-        silence_s: float = 30.0,
         say: LogLine = lambda line: None,
     ) -> None:
         self._landings = LandingRegistry(engine)
         self._prefills_alone, self._describe = prefills_alone, describe
-        super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
+        super().__init__(engine, transport, listen=listen, secret=secret, say=say)
         self._requests_of_client: dict[int, dict[int, int]] = {}
         """Number of each open request, by the client's connection number and then by the client's own id of the request."""
         for address in prefill:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import BackendOption, JsonOption, one_of, option, whole
+from outrider.cli.options.option_values import BackendOption, one_of, option, whole
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
@@ -25,7 +25,6 @@ def collectives(
     tokens: Annotated[str, option("--tokens", value=SIZES, help="Rows of a rank's tensor.")] = "1,4,16,64,128",
     width: Annotated[int, option("--width", value=whole(1), help="Elements of a row.")] = 4096,
     dtype: Annotated[str, option("--dtype", value=one_of("float32", "bfloat16", "float16"), help="Dtype.")] = "bfloat16",
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Measure collectives between ranks of this host, in microseconds a call.
 
@@ -36,7 +35,6 @@ def collectives(
     """
     from outrider.cli.terminal.torch_probe import require_torch
 
-    del json_output
     require_torch()
     from outrider_conformance.ranks.runner import TaskProcesses
 

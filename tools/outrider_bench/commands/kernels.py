@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import DTYPES, WEIGHT_FORMATS, BackendOption, JsonOption, one_of, option, text
+from outrider.cli.options.option_values import DTYPES, WEIGHT_FORMATS, BackendOption, one_of, option, text
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
@@ -40,7 +40,6 @@ def kernels(
         str | None,
         option("--quantized", value=some_of(*WEIGHT_FORMATS), help="Measure only products with quantised weights."),
     ] = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Measure the backend's kernels and torch's, in microseconds a call, with 16 calls in a graph.
 
@@ -53,7 +52,6 @@ def kernels(
     """
     from outrider.cli.terminal.torch_probe import require_torch
 
-    del json_output
     require_torch()
 
     from outrider.device import KernelSet

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from outrider.cli.options.option_records import with_options
-from outrider.cli.options.option_values import JsonOption
 from outrider.cli.terminal.report import CommandReport
 from outrider_bench.answers import StreamedAnswer, serve_clients
 from outrider_bench.mixed_load import latencies, token_ids
@@ -26,7 +25,6 @@ def mixed(
     *,
     load_options: MixedLoadOptions,
     options: MeasuredEngineOptions,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Serve a load of requests of random lengths: tokens a second, the time to first tokens and between tokens.
 
@@ -35,7 +33,6 @@ def mixed(
     """
     from outrider.cli.terminal.torch_probe import require_torch
 
-    del json_output
     load = load_options.load()
     require_torch()
     engine, described = options.build_engine(

@@ -18,7 +18,6 @@ from outrider.cli.options.option_values import (
     DIRECTORY,
     DTYPES,
     INPUT_FILE,
-    JsonOption,
     UsageError,
     number,
     one_of,
@@ -276,7 +275,6 @@ def peers(
         Path | None, option("--so-far", value=output_file(), help="File for the results, written after each run.")
     ] = None,
     limit: Annotated[float, option("--limit", value=number(1), help="Seconds for a start, and for one run.")] = 900.0,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Run the same work on this engine and on each of transformers and vLLM that is installed.
 
@@ -285,7 +283,6 @@ def peers(
     by each engine's own setting, with the same chance for each draft token. transformers has no such setting and doesn't
     speculate. Engines that aren't installed are listed. The report names the versions and the settings of each engine.
     """
-    del json_output
     chosen, kinds = parse_names(engines, _ORDER), parse_names(speculate, _PROPOSERS)
     if plot is not None and not set(_AXES) & set(parse_names(options.phases, PHASES)):
         raise UsageError(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options.option_records import with_options
-from outrider.cli.options.option_values import JsonOption, option, whole
+from outrider.cli.options.option_values import option, whole
 from outrider.cli.terminal.report import CommandReport
 from outrider_bench.mixed_load import token_ids
 from outrider_bench.options import MeasuredEngineOptions, PlotOption, PromptLengthsOption, check_context, parse_sizes
@@ -31,7 +31,6 @@ def prefill(
     repeat: Annotated[int, option("--repeat", value=whole(1), help="Runs of each length; the figures are medians.")] = 5,
     options: MeasuredEngineOptions,
     plot: PlotOption = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Measure the time to the first token of one prompt on an idle engine, with the draft's prefill.
 
@@ -42,7 +41,6 @@ def prefill(
     """
     from outrider.cli.terminal.torch_probe import require_torch
 
-    del json_output
     lengths = parse_sizes(prompt_tokens)
     require_torch()
     from outrider_bench.limits import quantized_weights

@@ -19,7 +19,6 @@ from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import (
     DIRECTORY,
     BackendOption,
-    JsonOption,
     UsageError,
     number,
     one_of,
@@ -114,7 +113,6 @@ def serve(
     logs: Annotated[
         Path | None, option("--logs", value=DIRECTORY, help="Directory for the output of the servers. Default: temporary.")
     ] = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Measure streams over HTTP: tokens a second, time to the first token and between tokens.
 
@@ -122,7 +120,6 @@ def serve(
     load on the engine in its own thread: the difference is the cost of the server. With ``--generator vllm`` vLLM's generator
     sends and reads the requests; ``bare`` has no server and gets the same lengths and numbers from the project's generator.
     """
-    del json_output
     sizes = parse_sizes(concurrency)
     load = HttpLoad(
         url="",

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from outrider.cli.options.models import DraftTokensOption
 from outrider.cli.options.option_records import with_options
-from outrider.cli.options.option_values import DIRECTORY, BackendOption, JsonOption, UsageError, number, option, whole
+from outrider.cli.options.option_values import DIRECTORY, BackendOption, UsageError, number, option, whole
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import CommandReport, note
@@ -51,7 +51,6 @@ def startup(
     ] = None,
     limit: Annotated[float, option("--limit", value=number(1), help="Time limit of one start in seconds.")] = 600.0,
     backend: BackendOption = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Start an engine in a fresh process and time each stage until its first token, in seconds.
 
@@ -59,7 +58,6 @@ def startup(
     of random values is written first. If the backend compiles kernels, the first start has an empty cache of compiled
     kernels (cold), and each other start the cache that the first has left (warm). Each start prints a line to standard error.
     """
-    del json_output
     _check_directories(shape, checkpoint, directory)
     about: dict[str, object] | None = None
     registry = Registry()

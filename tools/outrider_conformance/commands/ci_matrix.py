@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import JsonOption, one_of, option
+from outrider.cli.options.option_values import one_of, option
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 from outrider.device.plugin import BackendInfo, CiDeclaration
@@ -47,13 +47,11 @@ def ci_matrix(
             help="Your own runners: labels joined by commas, runners separated by spaces.",
         ),
     ] = "",
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """List how a CI runs each installed backend. A backend that can't be loaded is listed as broken.
 
     A backend that declares several devices has a second row: level L6 (collectives) on a runner with that many devices.
     """
-    del json_output
     exist = [frozenset(filter(None, runner.split(","))) for runner in runners.split()]
     candidates = Registry().backends.candidates()
     rows = _selected([row for candidate in candidates for row in rows_of(candidate, exist)], select or ())

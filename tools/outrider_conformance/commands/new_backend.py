@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outrider.cli.options.option_values import JsonOption, UsageError, one_of, option
+from outrider.cli.options.option_values import UsageError, one_of, option
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
@@ -95,12 +95,10 @@ def new_backend(
             help="torch: torch has a module for the device; own-queue: it has none.",
         ),
     ] = "torch",
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Write an installable plugin package for a new backend. Unchanged, it passes `outrider conform` up to L0 with --kind
     torch and up to L2 with own-queue.
     """
-    del json_output
     check_name(name)
     place = directory if directory is not None else Path(f"outrider-{name.replace('_', '-')}")
     contents = skeleton(name, kind)

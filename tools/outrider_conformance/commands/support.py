@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.options.option_values import DIRECTORY, INPUT_FILE, JsonOption, option, output_file, text
+from outrider.cli.options.option_values import DIRECTORY, INPUT_FILE, option, output_file, text
 from outrider.cli.terminal.files import read_utf8, write_whole
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
@@ -210,10 +210,8 @@ def support(
     stand_in: Annotated[
         bool, option("--stand-in", help="With --add: the run used another vendor's device with the same interface.")
     ] = False,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Print the support table made from recorded evidence. Options write it, check it, or add a record."""
-    del json_output
     from outrider_conformance.reporting.report import MOST_BYTES, load_report, verify
 
     if add is not None:

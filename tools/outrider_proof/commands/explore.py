@@ -14,7 +14,6 @@ from rich.text import Text
 
 from outrider.cli.options.option_values import (
     BackendOption,
-    JsonOption,
     UsageError,
     closest,
     one_of,
@@ -133,7 +132,6 @@ def explore(
     tensor: Annotated[int | None, option("--tensor", value=whole(1, 64), help="ranks: tensor-parallel ones.")] = None,
     data: Annotated[int | None, option("--data", value=whole(1, 64), help="ranks: data-parallel ones.")] = None,
     inject: InjectOption = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Run a program under many schedules. The exit code is 1, with the shrunk schedule, if the program fails.
 
@@ -143,7 +141,6 @@ def explore(
     of ranks that differ. ``corpus`` runs all corrected programs, in which the sanitizer must find nothing. No name lists the
     corpus.
     """
-    del json_output
     if name is None:
         return _listing()
     require_torch()

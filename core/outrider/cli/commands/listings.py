@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options.models import ModelOption
-from outrider.cli.options.option_values import BackendOption, JsonOption, option
+from outrider.cli.options.option_values import BackendOption, option
 from outrider.cli.terminal.environment import (
     AUTOLOAD_VARIABLE,
     BACKEND_VARIABLE,
@@ -119,10 +119,8 @@ def _open_row(registry: Registry, values: dict[str, object]) -> None:
 
 def backends(
     open_devices: Annotated[bool, option("--open", help="Also open each usable device and show what it declares.")] = False,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """List the installed backends and say for each whether it can run on this machine."""
-    del json_output
     with show_progress() as tell:
         tell("probing backends", 0, 0)
         probe = plugin_probe()
@@ -173,9 +171,8 @@ def _format_entry(key: str, value: object) -> str:
     return f"{key} {' '.join(value)}" if isinstance(value, list) else f"{key} {value}"
 
 
-def models(json_output: JsonOption = False) -> CommandReport:
+def models() -> CommandReport:
     """List model families that run natively, rope scalings, dtypes, and proposers with the checkpoint that each needs."""
-    del json_output
     from outrider.engine.config import DTYPES
     from outrider.model import supported_families
     from outrider.model.config.rope import ROPE_KINDS
@@ -210,9 +207,8 @@ def models(json_output: JsonOption = False) -> CommandReport:
     return CommandReport(data=data, render=render)
 
 
-def fences(backend: BackendOption = None, json_output: JsonOption = False) -> CommandReport:
+def fences(backend: BackendOption = None) -> CommandReport:
     """List the fences: producer, consumers, hazard, protected resources, and the backend's mechanism."""
-    del json_output
     from outrider.engine.fences import FENCES
 
     require_torch()
@@ -262,14 +258,12 @@ def doctor(
     open_devices: Annotated[bool, option("--open", help="Also open each device that says it can run.")] = False,
     model: ModelOption = None,
     backend: BackendOption = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Print for each installed backend why it can or can't run on this machine. The exit code is 1 if none can.
 
     With --model, predict the memory that an engine takes, then load the model and print which implementation computes each
     block of its layers and each primitive: the kernels of the backend, the composition of primitives, or the torch reference.
     """
-    del json_output
     if model is not None:
         return _implementations(model, backend)
     with show_progress() as tell:

@@ -20,7 +20,6 @@ from outrider.cli.options.option_values import (
     SHAPE,
     WEIGHT_FORMATS,
     BackendOption,
-    JsonOption,
     UsageError,
     checking_options,
     number,
@@ -68,13 +67,11 @@ def quantize(
         option("--group", value=whole(1), help="For int4: columns that share a scale. Default: the format's."),
     ] = None,
     lm_head: Annotated[bool, option("--lm-head", help="Quantise the output head too.")] = False,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Write a checkpoint with quantised weights in the format of compressed-tensors. Runs on the host.
 
     Each weight is rounded to the nearest value, without calibration. Embeddings, norms, biases and routers stay unquantised.
     """
-    del json_output
     require_torch()
     from outrider.device.kernels.weight_formats import weight_format
     from outrider.model.checkpoint.location import find_checkpoint
@@ -144,14 +141,12 @@ def draft_vocabulary(
         option("--out", value=output_file(".json"), help="File for the list, most frequent token first."),
     ],
     model: ModelOption = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Count a model's tokens in text, and write a list of the most frequent ones, for --draft-vocabulary.
 
     The list always has the tokens that end a text. The report gives its share of the text's tokens; its share of other
     text is lower.
     """
-    del json_output
     with checking_options():
         sizes = [_bytes_of(path) for path in texts]
     require_torch()
@@ -235,14 +230,12 @@ def tune(
             "--cache", value=DIRECTORY, help="Directory of the tuned choices. Default: outrider/tuned in the user's cache."
         ),
     ] = None,
-    json_output: JsonOption = False,
 ) -> CommandReport:
     """Measure kernel candidates for a model on this device in bfloat16, and store each choice at once.
 
     An engine loads the stored choices if it starts on such a device with the same torch, Triton and kernels. Choices that
     weren't measured are derived from the device's properties. Ctrl-C keeps the choices that were made until then.
     """
-    del json_output
     if model is not None and shape:
         raise UsageError("--model and --shape both say what to tune for; give one of them")
     require_torch()

@@ -7,15 +7,16 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar, TypeAlias
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from outrider.cli.options.option_values import GENERAL, UsageError, checking_options, closest
+from outrider.cli.options.option_values import GENERAL, JsonOption, UsageError, checking_options, closest
 from outrider.cli.terminal.files import check_utf8
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import OutriderError
 from outrider.errors import shown
 from outrider.registry.plugins import installed_entry_points
@@ -227,22 +228,35 @@ class LazyGroup(TyperGroup):
 
 
 def _load(name: str, target: str) -> Any:
-    module, _, function = target.partition(":")
+    """Import a command. One that returns a :class:`CommandReport` has the option ``--json``, which the dispatcher handles."""
+    module, _, function_name = target.partition(":")
+    function = getattr(import_module(module), function_name)
+    command = _command(function, name=name, cls=CheckedCommand)
+    returned = inspect.signature(function).return_annotation
+    if returned in ("CommandReport", CommandReport) and all(each.name != "json_output" for each in command.params):
+        (option,) = (each for each in _command(_with_json).params if each.name == "json_output")
+        option.expose_value = False
+        command.params.append(option)
+    return command
+
+
+def _with_json(json_output: JsonOption = False) -> None: ...
+
+
+def _command(function: Callable[..., object], **options: Any) -> Any:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=CheckedCommand)(getattr(import_module(module), function))
+    app.command(**options)(function)
     return typer.main.get_command(app)
 
 
 def _unavailable(error: CommandUnavailable) -> Any:
     """Return a command that accepts any arguments and raises ``error``."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     def command() -> None:
         raise error
 
     command.__doc__ = f"Not available: {error.reason}."
-    app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(command)
-    return typer.main.get_command(app)
+    return _command(command, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 
 
 def group(table: Mapping[str, Target], *, help: str, completion: bool = False) -> typer.Typer:
