@@ -6,7 +6,7 @@ import importlib.metadata
 import io
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -33,7 +33,8 @@ class Kit:
         self._installed = registry is None
         self.spec = self.registry.select(spec)
         self.pace = StreamDelay()
-        self._facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        """Device, versions, capabilities and kernels of the opened backend; empty before the first opening."""
         self._environment = dict(os.environ)  # a child must not inherit what loading the plugin here changes
         self._unopenable: Exception | None = None
         self.opening_changes: Sequence[str] = ()
@@ -50,27 +51,22 @@ class Kit:
         """Return a new backend. After one failure, each further call raises the same exception at once."""
         if self._unopenable is not None:
             raise self._unopenable
-        before = process_state() if not self._facts else {}
+        before = process_state() if not self.facts else {}
         try:
             with redirect_stdout(io.StringIO()) as printed:
                 backend = self.registry.create(self.spec)
         except Exception as error:
             self._unopenable = error
             raise
-        if not self._facts:
+        if not self.facts:
             self.opening_changes = [*changed_state(before, process_state()), *["standard output"] * bool(printed.getvalue())]
-            self._facts = _facts(backend)
+            self.facts = _facts(backend)
         return backend
 
     def loading(self) -> ProbeVerdict | None:
         """Return what loading the plugin changed in a child process, or None if a test passed its own registry."""
         with patch.dict(os.environ, self._environment, clear=True):
             return self.registry.backends.try_in_child(self.spec.name) if self._installed else None
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Device, versions, capabilities and kernels of the opened backend; empty before the first opening."""
-        return self._facts
 
     def described(self) -> dict[str, Any]:
         """Return the report's entry about the plugin, without facts that aren't available."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outrider.device import Backend, BackendInfo, OutriderError
+from outrider.device import Backend, OutriderError
 from outrider_conformance.completed_waits import checking_waits
 from outrider_conformance.kernel_calls import counting
 from outrider_conformance.kit import KIT, Kit
@@ -203,12 +203,6 @@ def kit(pytestconfig: pytest.Config) -> Kit:
 
 
 @pytest.fixture
-def info(kit: Kit) -> BackendInfo:
-    """Return the plugin's description of itself."""
-    return kit.info
-
-
-@pytest.fixture
 def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
     """Yield a new backend, and drain it after the test. From L4 on, the calls of its kernels are counted."""
     backend = kit.open()
@@ -285,7 +279,7 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, flo
 
 
 Figure = Callable[[str, float, str], None]
-__all__: list[Any] = ["backend", "figure", "info", "kit", "lab", "observed", "random_programs", "ranks"]
+__all__: list[Any] = ["backend", "figure", "kit", "lab", "observed", "random_programs", "ranks"]
 
 
 _REPEAT_S = 2.0

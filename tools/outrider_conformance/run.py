@@ -84,7 +84,6 @@ def conform(
     only: str = "",
     tests: Sequence[str] = (),
     extra: Sequence[str] = (),
-    command: str | None = None,
     output: TextIO | None = None,
 ) -> dict[str, Any]:
     """Run the suite for ``backend`` and return the report.
@@ -101,10 +100,15 @@ def conform(
         directory = (report or scratch).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "report.json").unlink(missing_ok=True)
-        named_command = command or shlex.join(["outrider", "conform", "--backend", backend, "--level", level])
+        command = ["outrider", "conform", "--backend", backend, "--level", level]
+        command += ["--waivers", str(waivers)] if waivers is not None else []
+        command += ["--programs", str(programs)] if programs is not None else []
+        command += ["--seed", str(seed)] if seed else []
+        command += ["--only", only] if only else []
+        command += [word for each in tests for word in ("--test", each)]
         arguments = [
             *("-p", "outrider_conformance.plugin", "--pyargs", "outrider_conformance", "-p", "no:cacheprovider"),
-            *("--backend", backend, "--level", level, "--report", str(directory), "--kit-command", named_command),
+            *("--backend", backend, "--level", level, "--report", str(directory), "--kit-command", shlex.join(command)),
             *("--tb=no", "-rN", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
             *(["-p", "xdist", "-n", str(workers)] if workers else []),
             *(["--programs", str(programs)] if programs is not None else []),

@@ -88,7 +88,7 @@ def _wrong(key, outcome, broken, legal) -> bool:
         return False
     if not is_broken:
         return bool(outcome.failed or outcome.broke or not outcome.ran)
-    return outcome.level != (None if broken[name].survives else broken[name].level)
+    return outcome.level != broken[name].level
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import reduce
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -12,20 +13,33 @@ from outrider.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[3]
 OUTSIDE = (ROOT / "examples/threads_backend", ROOT / "examples/toy_driver", ROOT / "examples/toy_backend/src")
+SIMULATED = ("SimStream", "SimEvent", "SimFlag", "SimGraph", "SimBackend")
+
+
+BASES = {
+    "cpu": ("outrider_cpu", "cpu", ("CpuStream", "CpuEvent", "", "", "CpuBackend"), ""),
+    "threads": (
+        "outrider_threads",
+        "threads",
+        ("ThreadStream", "ThreadEvent", "ThreadFlag", "ThreadGraph", "ThreadsBackend"),
+        "mark",
+    ),
+    "sim": ("outrider_sim", "sim", SIMULATED, "state.latest"),
+    "sim like npu": ("outrider_sim", "sim:like=npu", SIMULATED, "state.latest"),
+    "toy": ("outrider_toy", "toy", ("ToyStream", "ToyEvent", "", "ToyGraph", "ToyBackend"), ""),
+}
+"""The package, the spec, the classes (stream, event, flag, graph, backend), and the attribute with an event's record."""
 
 
 class Base:
     """A backend's classes. In the process that makes one they're patched at will: it runs one mutant and ends."""
 
-    package = ""
-    spec = ""
-    classes: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         sys.path[:0] = [str(path) for path in OUTSIDE if str(path) not in sys.path]
+        self.package, self.spec, classes, self._record = BASES[name]
         self.plugin = importlib.import_module(f"{self.package}.plugin")
         module = importlib.import_module(f"{self.package}.backend")
-        found = [getattr(module, name) if name else None for name in self.classes]
+        found = [getattr(module, name) if name else None for name in classes]
         self.stream, self.event, self.flag, self.graph, self.backend = found
         self.sync = SpeculativeSync
 
@@ -45,46 +59,9 @@ class Base:
 
     def get_record(self, event):
         """What the driver holds of an event's latest record; None where it has none."""
-        raise NotImplementedError
+        *within, last = self._record.split(".")
+        return getattr(reduce(getattr, within, event), last, None)
 
     def set_record(self, event, record) -> None:
-        raise NotImplementedError
-
-
-class Cpu(Base):
-    package, spec = "outrider_cpu", "cpu"
-    classes = ("CpuStream", "CpuEvent", "", "", "CpuBackend")
-
-
-class Threads(Base):
-    package, spec = "outrider_threads", "threads"
-    classes = ("ThreadStream", "ThreadEvent", "ThreadFlag", "ThreadGraph", "ThreadsBackend")
-
-    def get_record(self, event):
-        return getattr(event, "mark", None)
-
-    def set_record(self, event, record):
-        event.mark = record
-
-
-class Sim(Base):
-    package, spec = "outrider_sim", "sim"
-    classes = ("SimStream", "SimEvent", "SimFlag", "SimGraph", "SimBackend")
-
-    def get_record(self, event):
-        return event.state.latest
-
-    def set_record(self, event, record):
-        event.state.latest = record
-
-
-class SimLikeNpu(Sim):
-    spec = "sim:like=npu"
-
-
-class Toy(Base):
-    package, spec = "outrider_toy", "toy"
-    classes = ("ToyStream", "ToyEvent", "", "ToyGraph", "ToyBackend")
-
-
-BASES = {"cpu": Cpu, "threads": Threads, "sim": Sim, "sim like npu": SimLikeNpu, "toy": Toy}
+        *within, last = self._record.split(".")
+        setattr(reduce(getattr, within, event), last, record)

@@ -9,19 +9,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutant:
-    """`apply(base)` breaks the base's classes in this process; the kit must notice at `level`, and not before."""
+    """`apply(base)` breaks the base's classes in this process; the kit must notice at `level`, and not before. `kind` is the
+    class of a generated mutant in the matrix, which the kit must notice at `level` at the latest.
+    """
 
     verb: str
     fault: str
     base: str
     level: int
     apply: Callable[[Any], None]
-    survives: str = ""  # why the kit can't notice, where it can't
+    kind: str = ""
 
     @property
     def tests(self):
         """Modules of the suite that are run on it; empty: all up to its level. What collectives do is seen at L6 alone."""
         return ("test_l6_collectives",) if self.level == 6 else ()
+
+    @property
+    def near(self):
+        """Words in the names of tests that are about the verb: these are run first."""
+        return self.verb.rpartition(".")[2]
 
     @property
     def name(self):

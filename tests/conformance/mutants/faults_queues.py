@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 from conformance.mutants.catalogue import Mutant, patch, patched
 
@@ -253,13 +254,10 @@ def _not_restored(*, always):
 
 
 def _process_wide(base):
-    class Everywhere:
-        """One attribute namespace for all threads."""
-
     @patched(base.backend, "__init__")
     def init(original, self):
         original(self)
-        self._thread = Everywhere()
+        self._thread = SimpleNamespace()  # one for all threads
 
 
 def _on_synchronises(base):

@@ -8,9 +8,8 @@ a mutant whose fault never did shows nothing, and is listed as such.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+
+from conformance.mutants.catalogue import Mutant
 
 REACHED: list[str] = []
 
@@ -19,28 +18,6 @@ def reach(what: str = "") -> None:
     """The fault took effect here."""
     if not REACHED:
         REACHED.append(what)
-
-
-@dataclass(frozen=True)
-class Generated:
-    """`apply(base)` breaks a backend in this process. `kind` is the class in the matrix; `level`: at the latest here."""
-
-    kind: str
-    rule: str
-    fault: str
-    base: str
-    level: int
-    apply: Callable[[Any], None]
-    survives: str = ""  # why no kit can notice, or why this one doesn't
-
-    @property
-    def name(self):
-        return f"{self.rule}: {self.fault} ({self.base})"
-
-    @property
-    def near(self):
-        """Words in the names of tests that are about the rule: these are run first."""
-        return self.rule.rpartition(".")[2]
 
 
 def kernels(changes):
@@ -70,7 +47,7 @@ def _method(name, original, make):
     return method
 
 
-def mutants() -> dict[str, Generated]:
+def mutants() -> dict[str, Mutant]:
     """All of them, by name."""
     from conformance.mutants import generated_drivers, generated_kernels, generated_rules, generated_verbs
 

@@ -246,21 +246,6 @@ def aliases(tree):
     return tree_map(alias, tree)
 
 
-def pinned_reuse(base):
-    pool: dict = {}
-
-    @patched(base.backend, "_empty_pinned")
-    def empty(original, self, shape, dtype):
-        import torch
-
-        key = (shape, dtype)
-        raw = pool[key].pop() if pool.get(key) else original(self, shape, dtype)
-        outer = torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, raw.stride())
-        weakref.finalize(outer, pool.setdefault(key, []).append, raw)
-        reach()
-        return outer
-
-
 def keeper():
     from outrider.device.memory import KeepAlive
 

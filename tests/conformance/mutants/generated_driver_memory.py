@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from conformance.mutants.catalogue import patched
 from conformance.mutants.generated import reach
 
@@ -96,11 +98,6 @@ def dropped_event(base):
         def gone():
             if op in queue:
                 reach()
-                op.target = _Done
+                op.target = SimpleNamespace(done=True, time=0.0)
 
         weakref.finalize(event, gone)
-
-
-class _Done:
-    done = True
-    time = 0.0

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 from conformance.mutants import generated_copies as copies
 from conformance.mutants import generated_driver_memory as memory
-from conformance.mutants.catalogue import patched, previous, under
-from conformance.mutants.generated import Generated, reach
+from conformance.mutants.catalogue import Mutant, patched, previous, under
+from conformance.mutants.generated import reach
 
 THREADS, SIM, NPU = "threads", "sim", "sim like npu"
 
 
-def mutants() -> Iterator[Generated]:
+def mutants() -> Iterator[Mutant]:
     for kind, rule, fault, base, level, apply in (
         ("other thread", "Stream._wait", "is nothing for another thread's record", THREADS, 1, _wait_foreign),
         ("other thread", "Stream._wait", "is nothing for another thread's record", SIM, 1, _wait_foreign),
@@ -78,7 +78,7 @@ def mutants() -> Iterator[Generated]:
         ("dropped", "Event", "takes pending waits along when it's dropped", SIM, 1, memory.dropped_event),
         ("stale generation", "Graph._update_params", "comes too late for the next replay but one", NPU, 3, _update_late),
     ):
-        yield Generated(kind, rule, fault, base, level, apply)
+        yield Mutant(rule, fault, base, level, apply, kind)
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -349,15 +349,6 @@ def fence_within(answer):
     return lambda base: setattr(fences(), "wait_host_within", lambda self, seconds: (reach(), answer)[1])
 
 
-def fence_blocks(base):
-    @patched(fences(), "wait")
-    def wait(original, self, stream):
-        if stream.backend.active_capture is None:
-            reach()
-            self.event.synchronize()
-        original(self, stream)
-
-
 def fence_names(base):
     @patched(base.sync, "create_fence")
     def create(original, self, name):
@@ -367,13 +358,4 @@ def fence_names(base):
             reach()
             fence.event = made[name]
         made[name] = fence.event
-        return fence
-
-
-def fence_signalled(base):
-    @patched(base.sync, "create_fence")
-    def create(original, self, name):
-        fence = original(self, name)
-        reach()
-        fence.done = lambda: True if fence.event.generation == 0 else fences().done(fence)
         return fence

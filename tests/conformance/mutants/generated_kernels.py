@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from conformance.mutants.generated import Generated, kernels, reach
+from conformance.mutants.catalogue import Mutant
+from conformance.mutants.generated import kernels, reach
 
 BASE = "cpu"
 
@@ -140,10 +141,10 @@ SPECS = {
 }
 
 
-def mutants() -> Iterator[Generated]:
+def mutants() -> Iterator[Mutant]:
     for name, spec in SPECS.items():
         for fault, make in _faults(spec):
-            yield Generated(spec.kind, f"KernelSet.{name}", fault, BASE, 4, kernels({name: make}))
+            yield Mutant(f"KernelSet.{name}", fault, BASE, 4, kernels({name: make}), spec.kind)
 
 
 def _faults(spec):

@@ -8,15 +8,16 @@ from typing import Any
 
 from conformance.mutants import generated_choices as choices
 from conformance.mutants import generated_state as state
-from conformance.mutants.generated import Generated, kernels, reach
+from conformance.mutants.catalogue import Mutant
+from conformance.mutants.generated import kernels, reach
 from conformance.mutants.generated_kernels import BASE, CACHE, CHOICES, DENSE, LOGITS
 
 BOOKS = "kernels: state"
 
 
-def mutants() -> Iterator[Generated]:
+def mutants() -> Iterator[Mutant]:
     for kind, name, fault, make in (*_dense_cache_and_choice_faults(), *_logit_and_bookkeeping_faults()):
-        yield Generated(kind, f"KernelSet.{name}", fault, BASE, 4, kernels({name: make}))
+        yield Mutant(f"KernelSet.{name}", fault, BASE, 4, kernels({name: make}), kind)
 
 
 def _dense_cache_and_choice_faults() -> tuple[Any, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 from conformance.mutants import generated_copies as copies
 from conformance.mutants import generated_graphs as graphs
 from conformance.mutants import generated_waits as waits
-from conformance.mutants.catalogue import patched
+from conformance.mutants.catalogue import Mutant, patched
 from conformance.mutants.faults_verbs import _method
-from conformance.mutants.generated import Generated, reach
+from conformance.mutants.generated import reach
 
 THREADS, SIM = "threads", "sim"
 NPU = "sim like npu"
@@ -36,16 +36,16 @@ VERBS = {
 }
 
 
-def mutants() -> Iterator[Generated]:
+def mutants() -> Iterator[Mutant]:
     for verb, (kind, level, base) in VERBS.items():
         for when, circumstance in CIRCUMSTANCES.items():
-            yield Generated(kind, verb, f"does nothing {when}", base, level, _skipped(verb, circumstance))
+            yield Mutant(verb, f"does nothing {when}", base, level, _skipped(verb, circumstance), kind)
     for verb, kind in (("Stream._wait", "streams"), ("Backend._copy_async", "copies"), ("Graph._replay", "graphs")):
-        yield Generated(kind, verb, "does nothing from the twentieth call on", SIM, 3, _skipped(verb, _after(20)))
+        yield Mutant(verb, "does nothing from the twentieth call on", SIM, 3, _skipped(verb, _after(20)), kind)
         if verb != "Backend._copy_async":
-            yield Generated(kind, verb, "does nothing on a third stream", SIM, 3, _skipped(verb, _on_third))
+            yield Mutant(verb, "does nothing on a third stream", SIM, 3, _skipped(verb, _on_third), kind)
     for kind, rule, fault, base, apply in (*_stream_event_and_memory_faults(), *_graph_flag_and_policy_faults()):
-        yield Generated(kind, rule, fault, base, 3, apply, SURVIVES.get((rule, fault), ""))
+        yield Mutant(rule, fault, base, 3, apply, kind)
 
 
 def _stream_event_and_memory_faults() -> tuple[Any, ...]:
@@ -83,7 +83,6 @@ def _stream_event_and_memory_faults() -> tuple[Any, ...]:
             copies.reused(across=True),
         ),
         ("memory", "allocations", "reuse a freed temporary whose work hasn't run", THREADS, copies.reused(across=False)),
-        ("memory", "Backend._empty_pinned", "reuses freed memory while a copy is in flight", THREADS, copies.pinned_reuse),
         ("memory", "Backend.keep_alive", "holds the first object alone", THREADS, copies.holds_first),
         ("memory", "Backend.release_finished", "drops all once the first has completed", THREADS, copies.drops_all),
         ("memory", "Backend.release_finished", "returns how many it dropped", THREADS, copies.returns_dropped),
@@ -121,35 +120,8 @@ def _graph_flag_and_policy_faults() -> tuple[Any, ...]:
         ("policies", "Fence.wait_host", "gives up after 10 ms", THREADS, graphs.fence_gives_up),
         ("policies", "Fence.wait_host_within", "is always True", THREADS, graphs.fence_within(True)),
         ("policies", "Fence.wait_host_within", "is always False", THREADS, graphs.fence_within(False)),
-        ("policies", "Fence.wait", "waits on the host", THREADS, graphs.fence_blocks),
         ("policies", "SpeculativeSync.create_fence", "gives fences of one name one event", THREADS, graphs.fence_names),
-        (
-            "policies",
-            "SpeculativeSync.create_fence",
-            "makes an event that is signalled already",
-            THREADS,
-            graphs.fence_signalled,
-        ),
     )
-
-
-SURVIVES = {
-    (
-        "Backend.keep_alive",
-        "holds until the next record's generation",
-    ): "legal: a hold whose event was recorded again meanwhile errs on the side of keeping",
-    ("Backend._empty_pinned", "reuses freed memory while a copy is in flight"): "legal: who copies keeps pinned memory until "
-    "the copy has run",
-    (
-        "Fence.wait",
-        "waits on the host",
-    ): "legal: a fence may be made of a wait of the host; tested is that Stream.wait doesn't block",
-    (
-        "SpeculativeSync.create_fence",
-        "makes an event that is signalled already",
-    ): "legal: the signal comes first, so nothing is promised of a fence that was never signalled",
-}
-"""Why a fault survives. One that the contract allows counts as no mutant."""
 
 
 # -- circumstances -----------------------------------------------------------------------------------------------------

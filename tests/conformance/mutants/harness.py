@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.mutants.bases import BASES
+from conformance.mutants.bases import Base
 from forks import RAISED, Fork, run_concurrently
 
 PATIENCE = 8.0  # for one test: what hangs, hangs
@@ -205,7 +205,7 @@ def _read(entries, seconds, broke, text) -> Outcome:
 def _run_suite(base, apply, level, tests, first, scratch, seed, near, patience, writer):
     """Run the suite on the mutant, and return the exit code of the process."""
     watch = _Watch(None, writer, near)
-    made = BASES[base]()
+    made = Base(base)
     apply(made)
     watch._base = made
     (scratch / "pytest.ini").write_text("[pytest]\naddopts =\n")

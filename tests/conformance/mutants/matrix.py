@@ -71,7 +71,7 @@ def main() -> int:
         print(text)
     if options.write:
         table.write(text, _BEGIN, _END)
-    return 1 if any(killed(found) != len(found) for name, found in outcomes.items() if not chosen[name].survives) else 0
+    return 1 if any(killed(found) != len(found) for found in outcomes.values()) else 0
 
 
 def _entry(outcome):
@@ -118,8 +118,6 @@ def render(outcomes, table, seeds) -> str:
     """The matrix by class and level, and the survivors."""
     import torch
 
-    legal = [name for name in outcomes if table[name].survives.startswith("legal: ")]
-    outcomes = {name: found for name, found in outcomes.items() if name not in legal}
     kinds = Counter(table[name].kind for name in outcomes)
     total = sum(map(len, outcomes.values()))
     dead = sum(killed(found) for found in outcomes.values())
@@ -144,18 +142,17 @@ def render(outcomes, table, seeds) -> str:
         )
     lived = [name for name, found in outcomes.items() if killed(found) < len(found)]
     words = "Survivors, in some seed or all:" if lived else "There are no survivors."
-    lines += ["", f"Columns L0 to L4: the first level that convicts. {words}", *([""] if lived or legal else [])]
+    lines += ["", f"Columns L0 to L4: the first level that convicts. {words}", *([""] if lived else [])]
     for name in lived:
         seen = [seed for seed, entry in sorted(outcomes[name].items()) if not convicts(entry)]
-        lines.append(f"- {name}, seeds {', '.join(seen)}: {table[name].survives or 'not explained'}")
-    lines += [f"- {name} isn't counted; {table[name].survives}" for name in legal]
+        lines.append(f"- {name}, seeds {', '.join(seen)}")
     lines += ["", "| class | rule | fault | in | level | convicted by |", "|---|---|---|---|---|---|"]
     for name, found in outcomes.items():
         one = table[name]
         by = next((f"`{e['by']}`".replace("|", " ") for e in found.values() if convicts(e)), "survives")
         level = min((e["level"] for e in found.values() if convicts(e)), default=None)
         lines.append(
-            f"| {one.kind} | `{one.rule}` | {one.fault} | {one.base} | {'' if level is None else f'L{level}'} | {by} |"
+            f"| {one.kind} | `{one.verb}` | {one.fault} | {one.base} | {'' if level is None else f'L{level}'} | {by} |"
         )
     return "\n".join([*lines, "", _END])
 

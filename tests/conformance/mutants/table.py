@@ -73,7 +73,7 @@ def render(results, lived, when, seconds, cores):
     ]
     for name, outcome in results.items():
         mutant = table[name]
-        by = f"`{outcome.failed[0][0]}`" if outcome.failed else f"**survives**: {mutant.survives or 'not explained'}"
+        by = f"`{outcome.failed[0][0]}`" if outcome.failed else "**survives**"
         lines.append(f"| `{mutant.verb}` | {mutant.fault} | {mutant.base} | L{mutant.level} | {by.replace('|', ' ')} |")
     lines += ["", "### Legal backends", "", "| behaviour | from | passes | tests that ran |", "|---|---|---|---|"]
     for name, outcome in lived.items():

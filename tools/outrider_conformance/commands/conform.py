@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,16 +85,10 @@ def conform(
         registry.backends.info(spec.name)  # raises for an unknown name. An installed plugin that is broken fails L0 instead.
     chosen = str(spec)
     wanted = f"L{parse_level(level)}"
-    command = ["outrider", "conform", "--backend", backend or chosen, "--level", wanted]
-    command += ["--waivers", str(waivers)] if waivers is not None else []
-    command += ["--programs", str(programs)] if programs is not None else []
-    command += ["--seed", str(seed)] if seed else []
-    command += ["--only", only] if only else []
-    command += [word for each in test or () for word in ("--test", each)]
 
     def conformed(tests: Sequence[str]) -> dict[str, Any]:
         return run.conform(
-            chosen,
+            backend or chosen,
             level=wanted,
             report=report,
             waivers=waivers,
@@ -104,7 +97,6 @@ def conform(
             seed=seed,
             only=only,
             tests=tests or test or (),
-            command=shlex.join(command),
             output=sys.stderr if json_output else None,
         )
 

@@ -65,7 +65,7 @@ class _ProgramDraft:
     def __init__(self, random: Random, declared: Capabilities, family: str) -> None:
         self._random = random
         self._declared = declared
-        # Without graphs, a replay calls the callable, which may fork and reads the parameters as they are then.
+        # Without graphs, a replay calls the callable, which may fork and reads the parameters at that time.
         self._forks = declared.forks_in_capture or not declared.captures_graphs
         self._params = declared.updates_graph_params or not declared.captures_graphs
         weights = {**COMMON, **FAMILIES[family]}

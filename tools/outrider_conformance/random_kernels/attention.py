@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,19 +76,10 @@ class SequenceOperands(NamedTuple):
     tree: Tensor | None
 
 
-class AttentionOperands(NamedTuple):
-    """Operands of attention with the sequences that they describe. Rows of padding follow the rows of all sequences."""
-
-    operands: dict[str, Operand]
-    sequences: list[SequenceOperands]
-    padding: int
-    window: int
-    scale: float
-    metadata: Callable[[Mapped], AttentionMetadata]
-
-
-def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None) -> AttentionOperands:
-    """Return random queries over a cache in the format ``cache``. Slots of the cache that no sequence uses hold NaN."""
+def _attention(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
+    """Return a problem of random queries over a cache in the format ``cache``. Slots of the cache that no sequence uses hold
+    NaN. Rows of padding follow the rows of all sequences.
+    """
     heads, kv_heads, size, page = _cache_sizes(shape)
     new, before = _lengths(shape, dice)
     batch, tokens, padding = len(new), sum(new), shape["padding"]
@@ -135,12 +126,18 @@ def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: st
         operands = o["query_start"], o["seq_lens"], o["block_table"]
         return AttentionMetadata(*operands, most, longest, tree_mask=o.get("tree_mask"), uniform=uniform)
 
-    sequences, first = [], 0
+    scale = size**-0.5 * (1.0 + shape["ragged"])
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        return {"out": kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata(o), scale=scale, window=window)}
+
+    parts, first = [], 0
     for (keys, values), count in zip(kept, new, strict=True):
         own = None if mask is None else mask[first : first + count, :count]
-        sequences.append(SequenceOperands(q[first : first + count].double(), keys.double(), values.double(), own))
+        sequence = SequenceOperands(q[first : first + count].double(), keys.double(), values.double(), own)
+        parts.append(attend(sequence, window, scale, dtype))
         first += count
-    return AttentionOperands(operands, sequences, padding, window, size**-0.5 * (1.0 + shape["ragged"]), metadata)
+    return Problem(operands, call, {"out": with_padding(parts, padding)})
 
 
 def _cache_sizes(shape: Shape) -> tuple[int, int, int, int]:
@@ -159,21 +156,8 @@ def _page_order(dice: RandomValues, pages: int) -> list[int]:
     return [*order, pages - 1]
 
 
-def _attention(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
-    batch = random_batch(shape, dtype, dice, cache)
-
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        own = batch.metadata(o)
-        made = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], own, scale=batch.scale, window=batch.window)
-        return {"out": made}
-
-    parts = [attend(sequence, batch.window, batch.scale, dtype) for sequence in batch.sequences]
-    return Problem(batch.operands, call, {"out": with_padding(parts, batch.padding)})
-
-
-def with_padding(parts: Iterable[bounds.Number], padding: int) -> bounds.Number:
+def with_padding(parts: Sequence[bounds.Number], padding: int) -> bounds.Number:
     """Return the rows of all sequences, followed by rows of padding that may hold any finite number."""
-    parts = list(parts)
     rest = torch.zeros(padding, *parts[0].value.shape[1:], dtype=torch.float64)
     value = torch.cat([part.value for part in parts] + [rest])
     return bounds.Number(value, torch.cat([part.error for part in parts] + [rest + UNBOUNDED]))
@@ -293,11 +277,6 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     return Problem(operands, kernel_call("rope_write_cache", *names), wanted)
 
 
-def rotary_of(o: Mapped) -> RotaryArgs:
-    """Return the operands of :func:`rotary_operands` as the record that kernels take."""
-    return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
-
-
 def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
     heads, kv_heads = HEADS[shape["heads"]]
     if shape["alone"]:  # keys and values without queries
@@ -324,7 +303,8 @@ def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache:
     operands |= {"made": Operand(made.flatten(1))} | {name: Operand(norm) for name, norm in norms.items()}
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.head_norm_rope_write_cache(o["made"], HeadNorms(o["q_norm"], o["k_norm"], EPS), rotary_of(o))}
+        rotary = RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
+        return {"out": kernels.head_norm_rope_write_cache(o["made"], HeadNorms(o["q_norm"], o["k_norm"], EPS), rotary)}
 
     return Problem(operands, call, wanted)
 

@@ -55,11 +55,6 @@ class RankHandle:
         """The delays and test data of this rank's device."""
         return Lab(self.backend, self.pace)
 
-    @property
-    def asynchronous(self) -> bool:
-        """True if work may be pending when its call returns."""
-        return self.backend.capabilities.asynchronous
-
     def group(self, name: str = "all", ranks: Sequence[int] = ()) -> Group:
         """Create a group of these ranks, of all ranks by default."""
         return self.backend.create_group(

@@ -20,7 +20,6 @@ from outrider.device import (
     INTERFACE_VERSION,
     QUANTIZED_FORMATS,
     Backend,
-    BackendInfo,
     BackendLoadError,
     Capabilities,
     CapabilityError,
@@ -81,8 +80,9 @@ def test_opening_it_leaves_the_process_as_it_was(kit: Kit, backend: Backend) -> 
 
 
 @promise("PluginInfo.interface_min", "Oldest interface version that the plugin supports.")
-def test_it_supports_this_interface_version(info: BackendInfo) -> None:
+def test_it_supports_this_interface_version(kit: Kit) -> None:
     """The supported range of interface versions includes the installed version."""
+    info = kit.info
     assert info.interface_min <= INTERFACE_VERSION <= info.interface_max, (
         f"{info.interface_min}..{info.interface_max} lacks {INTERFACE_VERSION}"
     )
@@ -90,17 +90,18 @@ def test_it_supports_this_interface_version(info: BackendInfo) -> None:
 
 
 @promise("PluginInfo.interface_max", "Not a version without a day in :data:`INTERFACE_DATES`.")
-def test_it_supports_versions_that_exist(info: BackendInfo) -> None:
+def test_it_supports_versions_that_exist(kit: Kit) -> None:
     """No version is claimed that isn't fixed yet: the plugin can't know its rules."""
+    info = kit.info
     known = ", ".join(f"{version} of {day}" for version, day in INTERFACE_DATES.items())
     assert info.interface_max in INTERFACE_DATES, f"interface_max is {info.interface_max}; versions are {known}"
     assert info.interface_min in INTERFACE_DATES, f"interface_min is {info.interface_min}; versions are {known}"
 
 
 @promise("CiDeclaration", "``outrider ci-matrix`` turns it into a matrix row.")
-def test_its_ci_declaration_can_be_used(info: BackendInfo) -> None:
+def test_its_ci_declaration_can_be_used(kit: Kit) -> None:
     """The level exists, at least one runner label is declared, and a workflow can take every word."""
-    fault = declaration_fault(info.ci)
+    fault = declaration_fault(kit.info.ci)
     assert not fault, fault
 
 
@@ -167,8 +168,9 @@ def test_two_backends_share_nothing(kit: Kit, backend: Backend) -> None:
 
 
 @promise("PluginInfo.usable", "False if the plugin knows that it can't run on this machine.")
-def test_it_runs_where_it_says_so(info: BackendInfo) -> None:
+def test_it_runs_where_it_says_so(kit: Kit) -> None:
     """An opened backend describes itself as usable, without a reason against it."""
+    info = kit.info
     if not info.usable:
         not_applicable("the registry refuses a backend that says it can't run, so nothing here was opened")
     expect(info.reason, "", "the reason against a usable backend")
