@@ -31,7 +31,7 @@ from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import CommandReport, Interrupted, note, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider_bench.acceptance import acceptance_rates, describe_acceptance
+from outrider_bench.acceptance import acceptance_rates
 from outrider_bench.child import ChildFailed, ChildSession, open_session
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.options import (
@@ -292,19 +292,9 @@ def peers(
     registry = Registry()
     spec = registry.select(options.backend, backend_from_environment())
     work = options.make_work(load.load(), device=str(registry.create(spec).device), engines=len(chosen) if repeat > 1 else 1)
-    model = work.model
     groups = _engine_groups(chosen, kinds, repeat)
     found = [each for group in groups for each in group]
-    data: dict[str, object] = {
-        **{name: value for name, value in asdict(work).items() if name not in ("model", "load")},
-        **{name: value for name, value in asdict(model).items() if name not in ("speculate", "draft_layers")},
-        **asdict(work.load),
-        "backend": str(spec),
-        "quantized": model.quantized,
-        "acceptance": describe_acceptance(options.accept_length, model.draft_tokens),
-        "repeat": repeat,
-        "mixed": work.load.describe() if "mixed" in work.phases else None,
-    }
+    data = work.describe() | {"backend": str(spec), "repeat": repeat}
 
     def describe() -> dict[str, object]:
         return data | compare_engines([each for each in found if each.has_result], work)
@@ -332,7 +322,7 @@ def peers(
                 reached = f"interrupted at {where}, after {done} of {len(found)} measurements"
                 raise Interrupted(reached, describe(), _renderer(describe()) if done else None) from None
     result = describe()
-    code = 0 if plot is None else write_plot(plot, _draw(found, work.phases, f"{model.shape}, {work.dtype}"), result)
+    code = 0 if plot is None else write_plot(plot, _draw(found, work.phases, f"{work.model.shape}, {work.dtype}"), result)
     return CommandReport(data=result, render=_renderer(result), exit_code=code)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,17 @@ class PeerWork:
         fields = {name: _list_to_tuple(content[name]) for name in cls.__slots__ if name not in ("model", "load")}
         load = {name: _list_to_tuple(value) for name, value in content["load"].items()}
         return cls(**fields, model=RandomModel(**content["model"]), load=MixedLoad(**load))
+
+    def describe(self) -> dict[str, object]:
+        """Return the work as entries of a report."""
+        about = self.model.description
+        return {
+            **{name: value for name, value in asdict(self).items() if name not in ("model", "load")},
+            **{name: value for name, value in asdict(self.model).items() if name not in ("speculate", "draft_layers")},
+            **asdict(self.load),
+            **{name: about[name] for name in ("quantized", "acceptance")},
+            "mixed": self.load.describe() if "mixed" in self.phases else None,
+        }
 
     @property
     def _draft_room(self) -> int:

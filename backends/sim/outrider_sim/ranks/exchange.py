@@ -8,7 +8,7 @@ rank's first operation has run. The module does not depend on torch: the group's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -307,14 +307,14 @@ class Exchange:
         if not part.started:
             taken = [
                 other
-                for groups in self._groups.values()
-                for each in groups
+                for each in self._all()
                 for rendezvous in each.rendezvous.values()
                 for other in rendezvous.parts.values()
                 if other.resident and other.member.machine is machine
             ]
             for other in taken:
-                mine.update(self._late_ranks(other))
+                members = other.member.group.members
+                mine.update(members[index].machine.rank for index in self._late_indexes(other))
             most = machine.options.resident
             return f"which needs a place on the device (resident={most}); {', '.join(map(str, taken))} has it"
         reasons = []
@@ -331,9 +331,6 @@ class Exchange:
             last = f"; its last there: {member.last}" if member.last is not None and issued is None else ""
             reasons.append(f"rank {member.machine.rank}, which {text}{last}")
         return "and waits for " + " and ".join(reasons)
-
-    def _late_ranks(self, part: CollectivePart) -> Sequence[int]:
-        return [part.member.group.members[index].machine.rank for index in self._late_indexes(part)]
 
     @staticmethod
     def _late_indexes(part: CollectivePart) -> list[int]:

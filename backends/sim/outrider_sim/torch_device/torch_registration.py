@@ -231,7 +231,7 @@ def _register(name: str, options: SimOptions, create_backend: Callable[[], Any])
     kept = (hooks, guard, *_libraries(dispatcher, failed))
     install_names(name)
     tensor.install(name)
-    return TorchRegistration(name, dispatcher, module, create_backend, partial(_replace_factories, dispatcher), kept)
+    return TorchRegistration(name, dispatcher, create_backend, partial(_replace_factories, dispatcher), kept)
 
 
 def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -> Iterator[Any]:

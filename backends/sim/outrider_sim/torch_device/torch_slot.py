@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.device import BackendLoadError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from outrider_sim.torch_device.dispatch import Dispatcher
 
 
+@dataclass(eq=False)
 class TorchRegistration:
     """The process's one registration: the device, its dispatcher, and objects that must outlive all torch calls.
 
@@ -26,23 +27,16 @@ class TorchRegistration:
     current: ClassVar[TorchRegistration | None] = None
     lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(
-        self,
-        name: str,
-        dispatcher: Dispatcher,
-        module: ModuleType,
-        create_backend: Callable[[], Any],
-        replace_factories: Callable[[], Library],
-        kept: tuple[Any, ...],
-    ) -> None:
-        self.name = name
-        self.dispatcher = dispatcher
-        self.module = module
-        self.create_backend = create_backend
-        self.backend: Any = None  # the newest backend; it receives torch calls outside any scope
-        self._replace_factories = replace_factories
-        self._factories: Library | None = replace_factories()
-        self._kept = kept
+    name: str
+    dispatcher: Dispatcher
+    create_backend: Callable[[], Any]
+    replace_factories: Callable[[], Library]
+    kept: tuple[Any, ...]
+    backend: Any = None
+    """The newest backend; it receives torch calls outside any scope."""
+
+    def __post_init__(self) -> None:
+        self._factories: Library | None = self.replace_factories()
 
     @property
     def pins_in_factories(self) -> bool:
@@ -56,7 +50,7 @@ class TorchRegistration:
     @pins_in_factories.setter
     def pins_in_factories(self, pins: bool) -> None:
         if pins and self._factories is None:
-            self._factories = self._replace_factories()
+            self._factories = self.replace_factories()
         elif not pins and self._factories is not None:
             self._factories._destroy()
             self._factories = None
