@@ -25,8 +25,8 @@ from outrider_triton.launch import power_of_two, vocabulary_shares
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig, bucket
 from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes
-from outrider_triton.tiles.derive.products import fold_factor, rank_configs
-from outrider_triton.tiles.derive.quantized import OperandStorage
+from outrider_triton.tiles.derive.fits import OperandStorage, fold_factor
+from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.selection import TileSelection
 

@@ -34,7 +34,7 @@ from outrider_triton.attention.cached import CacheAttention, attends
 from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
 from outrider_triton.blocks import FusedBlocks
 from outrider_triton.experts.mixtures import ExpertProducts
-from outrider_triton.launch import compile_only, has_kernel, without_running
+from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.peers import PeerExchange
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.products.operands import rows_like
@@ -124,7 +124,7 @@ class TritonKernels(FusedBlocks):
 
     def compile_ahead(self) -> AbstractContextManager[None] | None:
         """Return a scope in which launches only compile their kernel and operators return zeros."""
-        return without_running()
+        return compile_only()
 
     def compiled(self) -> Mapping[str, int]:
         """Return the number of compiled variants per kernel, read from Triton's caches."""

@@ -19,7 +19,6 @@ from outrider.device.kernels.operators import define_operator
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _ahead = ContextVar("outrider_triton_ahead", default=False)
-_zeroed = ContextVar("outrider_triton_zeroed", default=False)
 _UNINITIALIZED = frozenset({torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty})
 """Functions that return memory as it is."""
 
@@ -37,12 +36,12 @@ class _ZeroedMemory(TorchFunctionMode):
 def define(name: str, implementation: Callable[..., Any], *, writes: Sequence[str] = ()) -> None:
     """Define a new operator in this package's torch library, by its name, its implementation and the operands that it writes.
 
-    Inside :func:`without_running` its results are zeros.
+    Inside :func:`compile_only` its results are zeros.
     """
 
     @wraps(implementation)
     def run(*operands: Any) -> Any:
-        if not _zeroed.get():
+        if not _ahead.get():
             return implementation(*operands)
         with _ZeroedMemory():
             return implementation(*operands)
@@ -75,25 +74,14 @@ def vocabulary_shares(rows: int, vocabulary: int, processors: int) -> int:
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Compile instead of running every kernel that this thread launches in the context; compilation may be asynchronous."""
+    """Compile instead of running every kernel that this thread launches in the context; compilation may be asynchronous.
+    Results of operators are zeros, so that torch's operations on them are valid.
+    """
     token = _ahead.set(True)
     try:
         yield
     finally:
         _ahead.reset(token)
-
-
-@contextmanager
-def without_running() -> Iterator[None]:
-    """Compile instead of running every kernel that this thread launches in the context; results of operators are zeros, so
-    that torch's operations on them are valid.
-    """
-    token = _zeroed.set(True)
-    try:
-        with compile_only():
-            yield
-    finally:
-        _zeroed.reset(token)
 
 
 def only_compiles() -> bool:

@@ -45,7 +45,8 @@ from outrider_triton.tiles.derive.attention import (
     derive_attention_launch,
     streamed_attention_bytes,
 )
-from outrider_triton.tiles.derive.products import MAX_FOLDED_TOKENS, choose_config, shared_bytes
+from outrider_triton.tiles.derive.fits import MAX_FOLDED_TOKENS, shared_bytes
+from outrider_triton.tiles.derive.products import choose_config
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
 OF["gfx942"] = "MI300X"

@@ -29,7 +29,8 @@ from outrider_triton.quantized import nibble_planes as nibble_plane_ops  # noqa:
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, permute_rows, row_layout
 from outrider_triton.quantized.plan import ProductPlan
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.products import _streamed_nibbles, rank_configs, shared_bytes
+from outrider_triton.tiles.derive.fits import shared_bytes
+from outrider_triton.tiles.derive.products import _streamed_nibbles, rank_configs
 from outrider_triton.tiles.facts import facts_of
 
 SHAPES = ((4096, 4096), (1000, 1024), (6144, 4096), (4096, 14336), (28672, 4096))

@@ -26,7 +26,9 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import has_kernel
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes, derive_attention_launch, unsplit_programs
-from outrider_triton.tiles.derive.products import OPERATORS, choose_config, estimate_seconds, rank_configs, shared_bytes
+from outrider_triton.tiles.derive.estimates import estimate_seconds
+from outrider_triton.tiles.derive.fits import OPERATORS, shared_bytes
+from outrider_triton.tiles.derive.products import choose_config, rank_configs
 from outrider_triton.tiles.facts import DeviceFacts, facts_of
 
 FEW_TOKENS = json.loads((Path(__file__).resolve().parents[1] / "data/products_of_few_tokens_h200.json").read_text())

@@ -13,14 +13,9 @@ from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.plan import ProductPlan, plan
 from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.products import (
-    candidate_configs,
-    choose_config,
-    config_tokens,
-    estimate_seconds,
-    rank_configs,
-    shared_bytes,
-)
+from outrider_triton.tiles.derive.estimates import estimate_seconds
+from outrider_triton.tiles.derive.fits import shared_bytes
+from outrider_triton.tiles.derive.products import candidate_configs, choose_config, config_tokens, rank_configs
 
 H200 = DEVICES["H200"]
 STORED = {

@@ -19,7 +19,7 @@ from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, pl
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import LARGE_M, MatmulConfig
-from outrider_triton.tiles.derive.products import shared_bytes
+from outrider_triton.tiles.derive.fits import shared_bytes
 
 REFERENCE = KernelSet()
 # Tokens, experts, experts of a token, hidden and inner size: compared pairs, all experts, sorted blocks of several sizes.

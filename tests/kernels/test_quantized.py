@@ -24,8 +24,8 @@ from outrider_triton.quantized import products as quantized
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
 from outrider_triton.quantized.plan import ProductPlan, plan
 from outrider_triton.tiles.configs import MatmulConfig
+from outrider_triton.tiles.derive.fits import OperandStorage
 from outrider_triton.tiles.derive.products import choose_config
-from outrider_triton.tiles.derive.quantized import OperandStorage
 
 REFERENCE = UnfusedProducts()
 ROW, BLOCK = ("row", 0), ("block", 128)
@@ -373,7 +373,8 @@ def test_fewer_bits_take_less_time(device_name):
     """What is derived fits, and is estimated to take no longer than twice as many bits do; on those that are faster than
     the one that was measured, what a program does between two tiles is a larger share.
     """
-    from outrider_triton.tiles.derive.products import estimate_seconds, shared_bytes
+    from outrider_triton.tiles.derive.estimates import estimate_seconds
+    from outrider_triton.tiles.derive.fits import shared_bytes
 
     facts = DEVICES[device_name]
     for n, k in ((28672, 4096), (4096, 14336), (128256, 4096)):

@@ -17,7 +17,7 @@ from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.products import OPERATORS
+from outrider_triton.tiles.derive.fits import OPERATORS
 from outrider_triton.tiles.measure import tuner
 from outrider_triton.tiles.measure.chain import Chain
 from outrider_triton.tiles.store import shipping

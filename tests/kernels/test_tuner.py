@@ -20,7 +20,8 @@ from outrider.device import CapabilityError, ConfigError, KernelSet, WrappedKern
 from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M, MatmulConfig
-from outrider_triton.tiles.derive.products import OPERATORS, rank_configs
+from outrider_triton.tiles.derive.fits import OPERATORS
+from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.measure import tuner
 from outrider_triton.tiles.store.choices import TunedStore, merge_choices
 from outrider_triton.tiles.store.table import layer_of

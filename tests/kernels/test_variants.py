@@ -26,7 +26,8 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, launch, vocabulary_shares
 from outrider_triton.products import dense
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.products import OPERATORS, choose_config
+from outrider_triton.tiles.derive.fits import OPERATORS
+from outrider_triton.tiles.derive.products import choose_config
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, ProductEntry, Table, layer_of, load
 from outrider_triton.tiles.variants import VariantScope, attention_configs, share_counts
 

@@ -6,8 +6,7 @@ operator declares them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch_npu
@@ -42,12 +41,12 @@ def _fused_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    seq_lens: list[int],
     block_table: Tensor,
     kv_heads: int,
     scale: float,
     sparse_mode: int,
     inner_precise: int,
+    seq_lens: list[int],
     workspace: Tensor | None,
     attention_out: Tensor,
     softmax_lse: Tensor,
@@ -74,9 +73,8 @@ def _fused_attention(
 define_operator(_LIBRARY, "fused_attention", _fused_attention, writes=("attention_out", "softmax_lse"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Operands of one call: ``queries`` and ``out`` [B, S, Hq, D], ``keys`` and ``values`` [pages, page size, Hkv * D]."""
+class _Call(NamedTuple):
+    """The first operands of one call: ``queries`` [B, S, Hq, D], ``keys`` and ``values`` [pages, page size, Hkv * D]."""
 
     queries: Tensor
     keys: Tensor
@@ -87,7 +85,6 @@ class _Call:
     scale: float
     sparse_mode: int
     inner_precise: int
-    out: Tensor
 
 
 class NpuKernels(KernelSet):
@@ -188,7 +185,7 @@ class NpuKernels(KernelSet):
             rows = slice(begin, end)
             part = mask[rows] if mask is not None and sparse_mode == _ALL_MASK else mask
             own = (queries[rows], keys, values, part, table[rows], kv_heads)
-            self._issue(exact, _Call(*own, scale, sparse_mode, inner_precise, out[rows]), rows)
+            self._issue(exact, _Call(*own, scale, sparse_mode, inner_precise), rows, out[rows])
         if metadata.uniform:
             return out.view(tokens, heads, size)
         real = lane.view(1, width) < query_lens.view(batch, 1)
@@ -198,32 +195,20 @@ class NpuKernels(KernelSet):
         result[torch.where(real, flat, spare).flatten()] = out.view(batch * width, heads, size)
         return result[:tokens]
 
-    def _issue(self, exact: HostParam, call: _Call, rows: slice) -> None:
-        """Call the operator for the sequences of ``rows``; in a capture, the call is a task group."""
+    def _issue(self, exact: HostParam, call: _Call, rows: slice, out: Tensor) -> None:
+        """Call the operator for the sequences of ``rows``, whose results it writes to ``out`` [B, S, Hq, D]; in a capture,
+        the call is a task group.
+        """
         most = call.keys.shape[0] * call.keys.shape[1]  # more is of a request that is over
 
         def own(lengths: tuple[int, ...]) -> list[int]:
             return [min(length, most) for length in lengths[rows]]
 
         workspace = self._workspace(call, own(exact.value))
-        lse = torch.empty(1, dtype=torch.float32, device=call.out.device)
+        lse = torch.empty(1, dtype=torch.float32, device=out.device)
 
         def issue(lengths: tuple[int, ...]) -> None:
-            torch.ops.outrider_npu.fused_attention(
-                call.queries,
-                call.keys,
-                call.values,
-                call.mask,
-                own(lengths),
-                call.table,
-                call.kv_heads,
-                call.scale,
-                call.sparse_mode,
-                call.inner_precise,
-                workspace,
-                call.out,
-                lse,
-            )
+            torch.ops.outrider_npu.fused_attention(*call, own(lengths), workspace, out, lse)
 
         self._backend.reissue(exact, issue)
 

@@ -15,8 +15,8 @@ from outrider_triton.experts import operators as _expert_ops  # noqa: F401  (reg
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.plan import ProductPlan
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, MatmulConfig, bucket
+from outrider_triton.tiles.derive.fits import UNQUANTIZED, OperandStorage
 from outrider_triton.tiles.derive.products import large_m_experts_config, rank_configs
-from outrider_triton.tiles.derive.quantized import UNQUANTIZED, OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
 
 _TRITON = torch.ops.outrider

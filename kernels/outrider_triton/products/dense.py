@@ -38,7 +38,7 @@ class DenseProducts:
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
         """Return the configuration for ``x [..., K] @ weight.T``, or None for torch's product.
 
-        ``operator`` is one of :data:`outrider_triton.tiles.derive.products.OPERATORS`. The weight of a gated product holds
+        ``operator`` is one of :data:`outrider_triton.tiles.derive.fits.OPERATORS`. The weight of a gated product holds
         gate and up. The consumer of ``linear_parts`` adds the parts of a split product. ``half`` is half a head's size, for
         ``linear_rope``.
         """

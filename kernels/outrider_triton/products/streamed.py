@@ -14,7 +14,7 @@ from outrider_triton.jit.tma_pipeline import PAIRS, PIECE_COLUMNS
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.products.jit import large_m_gates, streamed
 from outrider_triton.tiles.configs import MatmulConfig
-from outrider_triton.tiles.derive.products import MAX_FOLDED_TOKENS, can_stream, has_whole_boxes
+from outrider_triton.tiles.derive.fits import MAX_FOLDED_TOKENS, can_stream, has_whole_boxes
 
 _PAIRS: int = PAIRS.value
 _LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}

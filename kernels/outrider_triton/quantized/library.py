@@ -16,7 +16,7 @@ from outrider_triton.launch import define, launch
 from outrider_triton.quantized.activations import quantized_rows
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import products as quantized
-from outrider_triton.quantized.operators import flat_rows, weight_of_operands
+from outrider_triton.quantized.operators import flat_rows
 
 ROWS_MULTIPLE = 4
 """Number of rows of which cuBLAS takes multiples if each group of their columns has a scale: 16 bytes of scales."""
@@ -135,8 +135,7 @@ def _library(
     """Return the library's product of ``x`` and the weight: of the operands as stored if ``scaled``, else of the dequantized
     weight.
     """
-    weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
-    flat, n = flat_rows(x, weight), shape[0]
+    flat, n = flat_rows(x, shape), shape[0]
     if scaled:
         group = activation_group if activation_group < shape[1] else 0
         rows, x_scales = quantized_rows(
@@ -146,6 +145,10 @@ def _library(
     else:
         if activations:
             flat, _ = quantized_rows(flat, activations, activation_group, input_scale, x.dtype, pdl, plain=True)
+        size, scaled_block = (n, shape[1]), (block[0], block[1])
+        weight = QuantizedWeight(
+            format=format, data=data, scales=scales, block=scaled_block, shape=size, zero_points=zero_points
+        )
         product = F.linear(flat, dequantized_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
     return product.view(*x.shape[:-1], n)
 

@@ -8,7 +8,6 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import QuantizedWeight
 from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch
 from outrider_triton.products.streamed import multiply, silu_mul
@@ -19,37 +18,9 @@ from outrider_triton.quantized.scaled_blocks import multiply_blocks
 from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 
 
-def weight_of_operands(
-    data: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    input_scale: Tensor | None,
-    format: str,
-    block: Sequence[int],
-    shape: Sequence[int],
-    activations: str,
-    activation_group: int,
-) -> QuantizedWeight:
-    """Return the :class:`QuantizedWeight` that the operands of an operator describe."""
-    return QuantizedWeight(
-        format=format,
-        data=data,
-        scales=scales,
-        block=(block[0], block[1]),
-        shape=(shape[0], shape[1]),
-        zero_points=zero_points,
-        activations=activations or None,
-        activation_group=activation_group,
-        input_scale=input_scale,
-    )
-
-
-def flat_rows(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Return ``x`` [..., K] as rows [m, K] with contiguous columns, for a product with the weight."""
-    expect(
-        x.shape[-1] == weight.shape[1],
-        lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(weight.shape)}",
-    )
+def flat_rows(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``x`` [..., K] as rows [m, K] with contiguous columns, for a product with a weight of ``shape`` [N, K]."""
+    expect(x.shape[-1] == shape[1], lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(shape)}")
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
@@ -82,13 +53,12 @@ def _linear_quantized(
 
     ``parts``: return a split product in parts, float32 [split, T, N], without the bias.
     """
-    weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     tiling, registered = MatmulConfig(*config), TRITON_FORMATS[format]
     is_streamed = tiling.descriptor == STREAMED and native and registered.streams_rows and mode in ("row", "block")
     has_blocks = tiling.descriptor == SCALED_BLOCKS and native and mode == "block"
     supported = is_streamed or has_blocks or not tiling.descriptor
     expect(supported, lambda: f"a product with a quantised weight can't be tiled as {config}")
-    flat = flat_rows(x, weight)
+    flat = flat_rows(x, shape)
     (m, k), n = flat.shape, shape[0]
     # Without a split this is the whole product: programs always store to one tensor.
     product = torch.empty((tiling.split, m, n), dtype=torch.float32 if tiling.split > 1 else dtype, device=x.device)

@@ -10,7 +10,7 @@ from outrider.device import QuantizedWeight
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
-from outrider_triton.tiles.derive.quantized import OperandStorage
+from outrider_triton.tiles.derive.fits import OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
 
 _COLUMNS_PER_SCALE = 128

@@ -22,7 +22,7 @@ from outrider_triton.quantized.operators import sum_parts
 from outrider_triton.quantized.plan import ProductPlan, plan
 from outrider_triton.rows import rotates
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.quantized import OperandStorage
+from outrider_triton.tiles.derive.fits import OperandStorage
 from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider

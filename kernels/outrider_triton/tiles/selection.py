@@ -8,8 +8,8 @@ from typing import Self
 
 from outrider_triton.launch import compile_only, vocabulary_shares
 from outrider_triton.tiles.configs import BUCKETS, AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, MIN_STREAMED_TOKENS, choose_config, config_tokens
-from outrider_triton.tiles.derive.quantized import UNQUANTIZED, OperandStorage
+from outrider_triton.tiles.derive.fits import MAX_TOKENS_TUNED, UNQUANTIZED, OperandStorage
+from outrider_triton.tiles.derive.products import MIN_STREAMED_TOKENS, choose_config, config_tokens
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.table import ANY_LAYER, Table
 from outrider_triton.tiles.variants import VariantScope, share_counts

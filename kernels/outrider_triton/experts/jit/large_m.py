@@ -15,7 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
 from outrider_triton.jit.tma_pipeline import limit_in_flight
-from outrider_triton.products.jit.large_m_gates import GROUP, REGISTERS, UNIT, make_pipelines, store_tile, tile_sums
+from outrider_triton.products.jit.large_m_gates import (
+    GROUP,
+    REGISTERS,
+    UNIT,
+    load_token_unit,
+    make_pipelines,
+    store_tile,
+    tile_sums,
+)
 from outrider_triton.products.jit.matmul import swiglu
 
 _GROUPS = gl.constexpr(2)
@@ -83,20 +91,13 @@ def _load_tokens(x, pipeline, routing, STEPS: gl.constexpr, PDL: gl.constexpr):
     (:func:`outrider_triton.jit.dependent.begin_late`).
     """
     _expert_of, used, tiles = routing
-    tokens, arrived, released = pipeline
-    TOKEN_STAGES: gl.constexpr = tokens.shape[0]
-    BLOCK_M: gl.constexpr = tokens.shape[1]
-    BLOCK_K: gl.constexpr = tokens.shape[2]
+    tokens, _, _ = pipeline
     wait_for_previous_kernel(PDL)
     allow_next_kernel(PDL)
     for local in range(_items(used, tiles)):
         block, _tile = _item(local, tiles)
         for step in range(STEPS):
-            unit = local * STEPS + step
-            place = unit % TOKEN_STAGES
-            mbarrier.wait(released.index(place), (unit // TOKEN_STAGES + 1) & 1, pred=unit >= TOKEN_STAGES)
-            mbarrier.expect(arrived.index(place), BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8)
-            tma.async_copy_global_to_shared(x, [block * BLOCK_M, step * BLOCK_K], arrived.index(place), tokens.index(place))
+            load_token_unit(x, pipeline, local * STEPS + step, block * tokens.shape[1], step * tokens.shape[2])
 
 
 @gluon.jit

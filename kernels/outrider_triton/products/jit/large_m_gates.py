@@ -101,22 +101,27 @@ def _load_weights(w, pipeline, pairs_per_program, n, STEPS: gl.constexpr):
 
 
 @gluon.jit
+def load_token_unit(x, pipeline, unit, row, column):
+    """Have the copy engine load tokens from ``row`` on, columns from ``column`` on, once the stage of ``unit`` is free."""
+    tokens, arrived, released = pipeline
+    TOKEN_STAGES: gl.constexpr = tokens.shape[0]
+    BYTES: gl.constexpr = tokens.shape[1] * tokens.shape[2] * x.dtype.primitive_bitwidth // 8
+    place = unit % TOKEN_STAGES
+    mbarrier.wait(released.index(place), (unit // TOKEN_STAGES + 1) & 1, pred=unit >= TOKEN_STAGES)
+    mbarrier.expect(arrived.index(place), BYTES)
+    tma.async_copy_global_to_shared(x, [row, column], arrived.index(place), tokens.index(place))
+
+
+@gluon.jit
 def _load_tokens(x, pipeline, tiles, STEPS: gl.constexpr, PDL: gl.constexpr):
     """Load the tokens into their pipeline once per tile. Runs in a warp of its own, which begins late
     (:func:`outrider_triton.jit.dependent.begin_late`).
     """
-    tokens, arrived, released = pipeline
-    TOKEN_STAGES: gl.constexpr = tokens.shape[0]
-    BLOCK_M: gl.constexpr = tokens.shape[1]
-    BLOCK_K: gl.constexpr = tokens.shape[2]
+    tokens, _, _ = pipeline
     wait_for_previous_kernel(PDL)
     allow_next_kernel(PDL)
     for unit in range(tiles * STEPS):
-        mbarrier.wait(released.index(unit % TOKEN_STAGES), (unit // TOKEN_STAGES + 1) & 1, pred=unit >= TOKEN_STAGES)
-        barrier = arrived.index(unit % TOKEN_STAGES)
-        mbarrier.expect(barrier, BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8)
-        token = gl.program_id(1) * BLOCK_M
-        tma.async_copy_global_to_shared(x, [token, unit % STEPS * BLOCK_K], barrier, tokens.index(unit % TOKEN_STAGES))
+        load_token_unit(x, pipeline, unit, gl.program_id(1) * tokens.shape[1], unit % STEPS * tokens.shape[2])
 
 
 # -- products -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import triton
 
 import outrider_triton
 from outrider_triton.tiles.configs import LARGE_M, STREAMED, AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, OPERATORS, can_stream, shared_bytes
+from outrider_triton.tiles.derive.fits import MAX_TOKENS_TUNED, OPERATORS, can_stream, shared_bytes
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.table import ANY_LAYER, Table, by_layer, parse, table_name
 
