@@ -309,7 +309,7 @@ class TritonKernels(FusedBlocks):
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
         """Copy the selected rows of ``state`` to a new tensor, one program per row and block of columns."""
-        if not has_kernel(state) or not state.is_contiguous():
+        if not has_kernel(state) or not state[:1].is_contiguous():  # a single row has no distance to another
             return super().gather_rows(state, rows)
         return _TRITON.gather_rows.triton(state, rows, self.pdl)  # type: ignore[no-any-return]
 

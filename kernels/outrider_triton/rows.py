@@ -252,7 +252,7 @@ def _rows_grid(state: Tensor, count: int) -> tuple[tuple[int, int], int, int]:
 def _gather_rows(state: Tensor, rows: Tensor, pdl: bool) -> Tensor:
     out = state.new_empty((rows.shape[0], *state.shape[1:]))
     grid, size, block = _rows_grid(state, rows.shape[0])
-    launch(jit.gather_rows, grid, state, rows, out, size, BLOCK=block, pdl=pdl)
+    launch(jit.gather_rows, grid, state, rows, out, size, state.stride(0), BLOCK=block, pdl=pdl)
     return out
 
 

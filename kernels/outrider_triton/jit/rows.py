@@ -373,13 +373,15 @@ def move_cache(
 
 
 @triton.jit
-def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Copy a chunk of row ``rows[i]`` of ``state`` [R, size] to row i of ``out`` [B, size]; one program per (i, chunk)."""
+def gather_rows(state, rows, out, size, state_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Copy a chunk of row ``rows[i]`` of ``state`` [R, size], with rows ``state_row`` elements apart, to row i of ``out``
+    [B, size]; one program per (i, chunk).
+    """
     begin(PDL)
     index = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + index)
-    tl.store(out + index * size + lane, tl.load(state + row * size + lane, mask=lane < size), mask=lane < size)
+    tl.store(out + index * size + lane, tl.load(state + row * state_row + lane, mask=lane < size), mask=lane < size)
 
 
 @triton.jit

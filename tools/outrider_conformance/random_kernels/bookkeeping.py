@@ -68,7 +68,7 @@ def _gather(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         unread = torch.ones(len(state), dtype=torch.bool)
         unread[rows] = False
         state[unread] = torch.nan
-    operands = {"state": Operand(state), "rows": Operand(rows)}
+    operands = {"state": Operand(state, "rows" if shape["deep"] else "wide"), "rows": Operand(rows)}
     return Problem(operands, kernel_call("gather_rows", *operands), {"out": _unchanged(state[rows])})
 
 

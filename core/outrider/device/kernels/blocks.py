@@ -273,7 +273,7 @@ def attended_rows(
     attended = out.reshape(q.shape[0], -1)
     if gate is None:
         return attended
-    return kernels.sigmoid_mul(attended, gate if tokens.rows.kept is None else tokens.rows.select(kernels, gate.contiguous()))
+    return kernels.sigmoid_mul(attended, tokens.rows.select(kernels, gate))
 
 
 def experts_stream(

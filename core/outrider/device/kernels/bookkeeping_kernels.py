@@ -21,7 +21,10 @@ class BookkeepingKernels:
     # -- rows of state ---------------------------------------------------------------------------------------------
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
-        """Return rows ``rows`` int64 [B] of ``state`` [R, ...] → [B, ...]: states of requests, or embeddings of tokens."""
+        """Return rows ``rows`` int64 [B] of ``state`` [R, ...] → [B, ...]: states of requests, or embeddings of tokens.
+
+        ``state`` may be columns of a wider tensor.
+        """
         return torch.ops.outrider.gather_rows(state, rows)  # type: ignore[no-any-return]
 
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
