@@ -24,6 +24,25 @@ FIRST_CHUNK = 256
 """Number of positions in each of the first chunks of exact attention."""
 
 
+def _join_splits(
+    q: Tensor, parts: Tensor, stats: Tensor, query_start: Tensor, out: Tensor, batch: int, planes: int, pdl: bool
+) -> Tensor:
+    tokens, heads, split, size = parts.shape
+    joined, grains = allocate_rows(q, (tokens, heads * size), planes) if planes else (out, None)
+    block_size = max(power_of_two(size), 16)
+    launch(
+        attention.join_splits,
+        (tokens, heads),
+        *(parts, stats, query_start, out, joined, grains, batch, heads, size, row_stride(joined, grains)),
+        SPLITS=split,
+        BLOCK_SIZE=block_size,
+        PLANES=planes > 0,
+        pdl=pdl,
+        warps=min(max(split * block_size // 1024, 1), 4),
+    )
+    return joined
+
+
 def _paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -94,20 +113,7 @@ def _paged_attention(
             pdl=pdl,
             warps=warps,
         )
-    if split == 1:
-        return out
-    joined, grains = allocate_rows(q, (tokens, heads * size), planes) if planes else (out, None)
-    launch(
-        attention.join_splits,
-        (tokens, heads),
-        *(parts, stats, query_start, out, joined, grains, batch, heads, size, row_stride(joined, grains)),
-        SPLITS=split,
-        BLOCK_SIZE=block_size,
-        PLANES=planes > 0,
-        pdl=pdl,
-        warps=min(max(split * block_size // 1024, 1), 4),
-    )
-    return joined
+    return out if split == 1 else _join_splits(q, parts, stats, query_start, out, batch, planes, pdl)
 
 
 define("paged_attention.triton", _paged_attention)

@@ -1,4 +1,4 @@
-"""Which tile configurations of matrix products fit: the storage of operands, tiles and boxes, and shared memory."""
+"""Limits of tile configurations of matrix products: by the storage of operands, tiles and boxes, and shared memory."""
 
 from __future__ import annotations
 
