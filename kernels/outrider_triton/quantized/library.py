@@ -88,7 +88,8 @@ def _multiply_rows(
     pdl: bool,
 ) -> Tensor:
     """Return the library's product [m, n] in ``dtype`` of quantised ``rows`` with ``x_scales`` [m, groups] and a weight as
-    stored; ``shared`` weight rows have one scale. Several groups: see ``by_group`` of :func:`allocate_quantized`.
+    stored; ``shared`` weight rows have one scale. Several groups: see ``by_group`` of
+    :func:`outrider_triton.quantized.activations.allocate_quantized`.
 
     With a scale per row, sums stay in the matrix unit, which keeps about 14 bits, as in other engines. Moving them to float32
     now and then would take a tenth more time; the relative error is 0.002 to 0.003 instead of 0.0017 with 4,096 and 14,336

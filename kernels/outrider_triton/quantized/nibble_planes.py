@@ -212,6 +212,9 @@ def _linear_planes(
     return product if tiling.split > 1 else product.view(*x.shape[:-1], n)
 
 
+define("linear_quantized.triton_planes", _linear_planes)
+
+
 def _gated_planes(
     both: Tensor,
     data: Tensor,
@@ -240,9 +243,6 @@ def _gated_planes(
 
 
 define("linear_quantized.triton_gated_planes", _gated_planes)
-
-
-define("linear_quantized.triton_planes", _linear_planes)
 
 
 def _linear_planes_rope_write_cache(

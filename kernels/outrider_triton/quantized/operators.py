@@ -102,6 +102,9 @@ def _linear_quantized(
     return _whole_or_parts(product, bias, x, dtype, parts, pdl)
 
 
+define("linear_quantized.triton", _linear_quantized)
+
+
 def _whole_or_parts(product: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, parts: bool, pdl: bool) -> Tensor:
     """Return the only part of ``product``, or all ``parts``, or their sum and the bias."""
     if product.shape[0] == 1:
@@ -124,10 +127,6 @@ def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype,
         warps=2,
     )
     return out
-
-
-# An overload of the operator that has the same operands.
-define("linear_quantized.triton", _linear_quantized)
 
 
 def _linear_quantized_add(
