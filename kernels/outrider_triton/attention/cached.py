@@ -107,12 +107,12 @@ class CacheAttention:
         """Compile attention with every launch configuration that these heads may need. Does nothing outside the scope of
         variants, or for heads that were compiled before.
         """
+        if not self._tiles.scope.depth:
+            return
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
         longest_decode = metadata.max_query if metadata.tree_mask is not None else self.prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, planes
         key = "attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._tiles.layer
-        if not self._tiles.scope.depth:
-            return
         configs = self._tiles.scope.attention_configs(
             (q.dtype, *q.shape[1:], k_cache.shape[2], self._tiles.layer),
             lambda *sizes: self.config_for(q, k_cache, *sizes),
