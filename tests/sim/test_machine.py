@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -97,6 +98,25 @@ def test_a_second_set_is_lost_and_the_deadlock_says_who_waits(sim):
         sim(like="cuda").create_flag("f")
 
 
+def test_the_explorer_finds_a_lost_wake_up(sim):
+    """Set, wait, reset, twice: right only if the second set comes after the first reset."""
+
+    def program(backend):
+        one, two = backend.create_stream("one"), backend.create_stream("two")
+        flag = backend.create_flag("go")
+        for _ in range(2):
+            flag.set(one)
+            flag.wait(two)
+            flag.reset(two)
+        backend.synchronize()
+
+    backend = sim(like="npu")
+    assert explore(backend, program, strategy="program").failure is None
+    found = explore(backend, program, strategy="exhaustive", iterations=50).failure
+    assert isinstance(found.error, DeadlockError)
+    assert len(found.shrunk) == 1
+
+
 def test_a_synchronise_drains_what_it_needs_and_no_more(sim):
     backend = sim(strategy="lazy")
     one, two = backend.create_stream("one"), backend.create_stream("two")
@@ -167,6 +187,15 @@ def test_host_threads_have_streams_of_their_own(sim):
 
     backend.control.run_threads(*map(body, streams))
     assert seen == {"a": "a", "b": "b"}
+
+
+def test_a_new_thread_begins_on_the_default_stream(sim):
+    backend, seen = sim(), []
+    with backend.on(backend.create_stream("side")):
+        thread = threading.Thread(target=lambda: seen.append(backend.sim.machine.stream.label))
+        thread.start()
+        thread.join()
+    assert seen == ["default"]
 
 
 def test_a_thread_that_fails_reports_and_the_next_run_is_clean(sim):
