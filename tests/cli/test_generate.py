@@ -168,6 +168,8 @@ def test_the_environment_names_the_backend(outrider, monkeypatch):
         (["--token-ids", "1,two"], "UsageError", "--token-ids is '1,two'; expected whole numbers"),
         (["--token-ids", "1", "--prompt", "a"], "UsageError", "--token-ids is a prompt, and so are"),
         (["--token-ids", "999999"], "RequestError", "999999"),
+        (["--prompt", "a", "--max-tokens", "0"], "UsageError", "--max-tokens is 0"),
+        (["--prompt", "a", "--top-p", "0"], "UsageError", "--top-p is 0.0; expected a number above 0"),
         (["--prompt", "a", "--seed", str(2**70)], "UsageError", "--seed is"),
         (
             ["--prompt", "a", "--speculate", "medusa"],

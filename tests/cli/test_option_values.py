@@ -88,6 +88,7 @@ def test_every_option_refuses_wrong_values(parsed):
 def test_types_are_shown_in_one_way(parsed):
     metavars = {each["metavar"] for each in parsed["options"]}
     assert None not in metavars
+    assert "|".join(option_values.DTYPES) in metavars
     numbers = {each["metavar"] for each in parsed["options"] if each["option"] in ("--seed", "--max-tokens", "--iterations")}
     assert numbers == {"N"}
 
