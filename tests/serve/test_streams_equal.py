@@ -98,11 +98,13 @@ def test_text_without_a_call_or_reasoning_is_content_to_the_letter(examples):
     """What can't be read as a call stays, with its markers."""
 
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @example(name="hermes", text=CODE, sizes=[4])
     @given(name=st.sampled_from([*TOOL_CALL_FORMATS]), text=TEXTS.filter(lambda text: "<think>" not in text), sizes=CUTS)
     def run(name, text, sizes):
         found = read((name, PROMPTS[name][0], {"tools": [TOOL]}), pieces_of(text, sizes))
         if not found["calls"]:
             assert found["content"] == text
+        assert not found["calls"] or '"name": "' in text
 
     run()
 
