@@ -18,7 +18,7 @@ from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
-from outrider_proof.guides import ResidueGrammars
+from outrider_proof.guides import ResidueGrammars, Residues
 from outrider_proof.tiny import plain_config
 
 PROMPTS = ((5, 9, 20, 13, 21, 7, 2), (5, 9, 20, 13, 8), (17,), (8, 8, 3))
@@ -69,7 +69,11 @@ def expected(tiny64):
 @pytest.fixture(scope="module")
 def guided_tokens(tiny64):
     engine = engine_on((tiny64.backend, tiny64.target, tiny64.head), "none", overlap=False)
-    return [completion.token_ids for completion in engine.generate(PROMPTS, GUIDED)]
+    found = [completion.token_ids for completion in engine.generate(PROMPTS, GUIDED)]
+    for tokens in found:
+        guide = Residues(tiny64.target.config.vocab_size)
+        assert [guide.accept(token) for token in tokens] == [True] * LONGEST
+    return found
 
 
 def start(device, strategy):
