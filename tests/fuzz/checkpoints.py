@@ -52,12 +52,6 @@ def _eagle_bin(directory: Path) -> None:
     write_eagle(directory, fmt="bin")
 
 
-def _edit(path: Path, change: Callable[[Any], object]) -> None:
-    value = json.loads(path.read_text(encoding="utf-8"))
-    change(value)
-    path.write_text(json.dumps(value), encoding="utf-8")
-
-
 KINDS: Mapping[str, Kind] = {
     "llama": Kind(lambda path: write_checkpoint(path, "llama")),
     "shards": Kind(lambda path: write_checkpoint(path, "llama-tied", shards=3)),

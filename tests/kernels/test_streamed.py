@@ -26,7 +26,6 @@ from outrider_triton.tiles.store.table import load
 
 REFERENCE = UnfusedProducts()
 HALF = torch.bfloat16
-SHARED_BYTES = 227 << 10  # of a program, on the device that these are for
 HEADS, KV_HEADS, SIZE = 5, 2, 128
 # Boxes of 8 to 32 rows; shares of a tile, of part of one, of several; two and more stages; one block of tokens and more.
 CONFIGS = [

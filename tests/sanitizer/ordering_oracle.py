@@ -13,7 +13,6 @@ from outrider_sanitizer.detector.actors import Actor, Point
 from outrider_sanitizer.detector.intervals import Listener
 from outrider_sanitizer.detector.ordering import Ordering
 
-ITEM = 1
 SIZE = 12
 
 

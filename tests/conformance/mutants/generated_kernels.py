@@ -35,8 +35,6 @@ DENSE, CACHE, CHOICES, LOGITS, BOOKS = (
     "kernels: logits",
     "kernels: state",
 )
-ROPE = ("rotary.cos", "rotary.sin", "rotary.slots")
-CACHES = ("rotary.k_cache", "rotary.v_cache")
 DRAW = ("temperature", "seeds", "positions")
 SPECS = {
     "linear": Operands(DENSE, ("x",), (), ("x", "weight", "bias"), ("x",), ("x",), ("x", "weight"), many=64),
