@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from outrider.device import Backend, DeviceError, Event, Stream
@@ -21,18 +21,19 @@ _EARLY_FRACTION, _CLOCK_S = 0.9, 0.01
 """A wait that gives up before this fraction of its limit, less the step of a coarse clock in seconds, is too early."""
 
 
-_Record = tuple["weakref.ref[Event]", int]
-"""An event, and the generation of its record."""
+class _Record(NamedTuple):
+    event: weakref.ref[Event]
+    generation: int
 
-
-def _is_pending(record: _Record) -> bool:
-    """Return True if the event exists, wasn't recorded again, and hasn't completed."""
-    event, generation = record[0](), record[1]
-    if event is None or event.generation != generation:
-        return False
-    with event.backend.guard(f"asking event {event.name!r}"):
-        done = event._query()
-    return not done and event.generation == generation
+    @property
+    def is_pending(self) -> bool:
+        """True if the event exists, wasn't recorded again, and hasn't completed."""
+        event = self.event()
+        if event is None or event.generation != self.generation:
+            return False
+        with event.backend.guard(f"asking event {event.name!r}"):
+            done = event._query()
+        return not done and event.generation == self.generation
 
 
 @contextmanager
@@ -50,11 +51,11 @@ def checking_waits() -> Generator[None]:
     def record(stream: Stream, event: Event) -> int:
         generation = original(stream, event)
         if generation:
-            latest[stream] = weakref.ref(event), generation
+            latest[stream] = _Record(weakref.ref(event), generation)
         return generation
 
     def of_event(event: Event) -> list[_Record]:
-        return [(weakref.ref(event), event.generation)]
+        return [_Record(weakref.ref(event), event.generation)]
 
     def of_stream(stream: Stream) -> list[_Record]:
         return [latest[stream]] if stream in latest else []
@@ -85,7 +86,7 @@ def _checked(member: str, method: Callable[..., Any], covered: Callable[[Any], I
         result, fault = method(waited, *args, **kwargs), ""
         spent = time.monotonic() - began
         try:
-            if result is not False and any(map(_is_pending, records)):
+            if result is not False and any(each.is_pending for each in records):
                 fault = "a record that it covers is pending"
             if result is False and spent < _EARLY_FRACTION * args[0] - _CLOCK_S:
                 fault = f"it gave up after {spent:.2g} s of {args[0]:g} s: are these other units, or whole seconds?"

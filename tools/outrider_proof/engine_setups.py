@@ -25,7 +25,7 @@ from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_eagle, write_vision_checkpoint
 from outrider_proof.decode_program import CONTEXT, MAX_OUTPUT_TOKENS, Arrival, HostProgram
-from outrider_proof.guides import ResidueGrammars
+from outrider_proof.guides import ResidueGrammars, check_residues
 from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
 from outrider_proof.tiny import plain_config
@@ -267,6 +267,8 @@ def _longest_output(proposer: str, arrival: Arrival) -> tuple[int, ...]:
     engine = Engine(host.target, host.backend, config=config, vision=host.vision)
     ResidueGrammars.into(engine)
     (completion,) = engine.generate([tokens], arrival.params, media=[media])
+    if arrival.guided:
+        check_residues(completion.token_ids)
     return completion.token_ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ class Residues:
     def fill(self, words: Tensor, index: int) -> None:
         """Write the bit mask of the tokens that may come next to row ``index`` of ``words`` int32 [N, W]."""
         words[index] = self._words[self.residue]
+
+
+def check_residues(tokens: Sequence[int]) -> None:
+    """Raise :class:`AssertionError` for a token that :class:`Residues` doesn't allow. Shares no code with the engine."""
+    for index, token in enumerate(tokens):
+        wanted = (sum(tokens[:index]) + index) % _MODULUS
+        assert token % _MODULUS == wanted, f"token {index} is {token}, expected a token of residue {wanted} modulo {_MODULUS}"
 
 
 class ResidueGrammars:

@@ -29,8 +29,11 @@ from outrider.device import (
     MemoryInfo,
     Observer,
     Operation,
+    Recompute,
     SpeculativeSync,
+    StepMode,
     Stream,
+    Waiter,
 )
 from outrider_sim.exploration import SimControl
 from outrider_sim.kernels import HostLengthKernels
@@ -116,8 +119,15 @@ class SimSync(SpeculativeSync):
 
     def __init__(self, backend: SimBackend) -> None:
         super().__init__(backend)
-        for name, value in backend.sim.options.like.sync.items():
-            setattr(self, name, value)
+        like = backend.sim.options.like
+        self.step_modes = frozenset({StepMode.STAGED} if like.exact_host_lengths else StepMode)
+        self.published_waiter = Waiter.HOST if like.host_wait_for_published else Waiter.STREAM
+        self.exact_host_lengths = like.exact_host_lengths
+        self.results_on_forward = like.results_on_forward
+        self.rebind_params = like.updates_graph_params
+        if like.recompute_mrope:
+            self.recompute_after_join = frozenset({Recompute.MROPE_POSITIONS})
+            self.refresh_before_replay = frozenset({"rope_positions"})
 
 
 def _capabilities(options: SimOptions) -> Capabilities:
@@ -162,7 +172,7 @@ class SimBackend(Backend):
             "sim",
             torch.device(options.name, ordinal),
             capabilities=_capabilities(options),
-            kernels=HostLengthKernels if like.sync.get("exact_host_lengths") else KernelSet(),
+            kernels=HostLengthKernels if like.exact_host_lengths else KernelSet(),
             speculative_sync=SimSync,
         )
         self.sim = SimDeviceState(options, first, ordinal)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outrider.device import Backend, ConfigError, ExplorationResult, ProcessView, ScheduleFailure, Stream
 from outrider_sim.machine.queue import FREE, StreamQueue
@@ -276,9 +276,17 @@ class SimControl:
         """Create a key-value store for ranks that are host threads of this process. Its waits are points of the schedule."""
         return SimStore(self._scheduler)
 
-    def explore(self, program: Callable[[Backend], None], **options: Any) -> ExplorationResult:
-        """Run `program` under several schedules and return the result of `exploration.explore`, which takes the `options`."""
-        return explore(self._backend, program, **options)
+    def explore(
+        self,
+        program: Callable[[Backend], None],
+        *,
+        strategy: str = "mixed",
+        iterations: int = 100,
+        seed: int = 0,
+        shrinking: bool = True,
+    ) -> ExplorationResult:
+        """Run `program` under up to `iterations` schedules and return the result of `exploration.explore`."""
+        return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed, shrinking=shrinking)
 
     def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
         """Run body r as rank r, each in a host thread with its own process state; see `rank_processes`."""

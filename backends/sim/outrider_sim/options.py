@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from outrider.device import ConfigError, Recompute, StepMode, Waiter
+from outrider.device import ConfigError
 from outrider_sim.strategies import MAKERS, integer
 from outrider_sim.strategies import OPTIONS as STRATEGY_OPTIONS
 
@@ -19,8 +19,10 @@ class Personality:
     forks_in_capture: bool = True
     updates_graph_params: bool = False
     flags: bool = False
-    sync: Mapping[str, object]
-    """Attributes of the device's `SpeculativeSync`, by name."""
+    exact_host_lengths: bool = False
+    recompute_mrope: bool = False
+    host_wait_for_published: bool = False
+    results_on_forward: bool = False
     launch_us: float = 4.0
     """Host time to enqueue one operation."""
     kernel_us: float = 2.0
@@ -37,29 +39,19 @@ class Personality:
     """Arithmetic rate in operations per microsecond: 500 TFLOP/s."""
 
 
-_BOTH_MODES: Mapping[str, object] = MappingProxyType({"step_modes": frozenset(StepMode)})
-
 PERSONALITIES: Mapping[str, Personality] = MappingProxyType(
     {
-        "cuda": Personality(name="cuda", sync=_BOTH_MODES),
+        "cuda": Personality(name="cuda"),
         # A stream wait costs more than a host wait on some of these parts, and results are copied on the forward stream.
-        "rocm": Personality(
-            name="rocm",
-            wait_us=20.0,
-            sync={**_BOTH_MODES, "published_waiter": Waiter.HOST, "results_on_forward": True},
-        ),
+        "rocm": Personality(name="rocm", wait_us=20.0, host_wait_for_published=True, results_on_forward=True),
         # Attention takes host lists of lengths, so graphs are rebound; positions are computed again after the join.
         "npu": Personality(
             name="npu",
             forks_in_capture=False,
             updates_graph_params=True,
             flags=True,
-            sync={
-                "exact_host_lengths": True,
-                "rebind_params": True,
-                "recompute_after_join": frozenset({Recompute.MROPE_POSITIONS}),
-                "refresh_before_replay": frozenset({"rope_positions"}),
-            },
+            exact_host_lengths=True,
+            recompute_mrope=True,
             launch_us=8.0,
             sync_us=20.0,
         ),

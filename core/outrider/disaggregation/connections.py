@@ -38,7 +38,7 @@ class WireError(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class WireMessage:
-    """A message between a prefill server, a decode server or a client: a kind, fields and binary data."""
+    """A message between two processes, such as a prefill server and a decode server: a kind, fields and binary data."""
 
     kind: str
     body: Mapping[str, Any] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
@@ -59,12 +58,11 @@ class VllmPeer(Peer):
         """Run the loop of ``LLM.generate`` for all prompts, and return the answers."""
         kinds = import_module("vllm.sampling_params").RequestOutputKind
         engine = self._engine.llm_engine
-        began = time.time()
         answers: dict[str, StreamedAnswer] = {}
         for prompt, count in zip(prompts, counts, strict=True):
             self._number += 1
             params = self._params(count, output_kind=kinds.DELTA)
-            answers[f"stream-{self._number}"] = StreamedAnswer(began=began)
+            answers[f"stream-{self._number}"] = StreamedAnswer()
             engine.add_request(f"stream-{self._number}", {"prompt_token_ids": list(prompt)}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():

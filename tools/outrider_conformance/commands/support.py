@@ -77,7 +77,8 @@ def parse_record(text: str, where: str) -> EvidenceRecord:
     """Parse a record. ``where`` names the file in errors. Raises :class:`ConfigError` for other content."""
     try:
         record = EvidenceRecord(**json.loads(text))
-        TIERS[record.tier]
+        if record.tier not in TIERS:
+            raise ValueError(f"tier is {record.tier!r}, expected one of {', '.join(TIERS)}")
         return record
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{where} isn't a record of support: {type(error).__name__}: {error}") from error

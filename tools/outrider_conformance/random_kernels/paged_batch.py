@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ Operands = Mapping[str, Tensor]
 
 class PagedBatch:
     """Operands of sequences that may grow by ``room`` tokens. Keys and values after that, and in page 0, are NaN.
-    ``contexts`` are the cached tokens of each sequence in one call after the other.
 
     ``new`` and ``context`` are each sequence's new tokens and cached tokens before them, ``padding`` the rows after all
     sequences.
@@ -98,6 +97,7 @@ class PagedBatch:
         self.made = lab.upload(stream, self.host)
         self.plan: object | None = None
         self.contexts: Sequence[Sequence[int]] = [context]
+        """The cached tokens of each sequence, in one call after the other."""
 
     @property
     def needs_host_lengths(self) -> bool:
@@ -201,32 +201,42 @@ class PagedBatch:
             self.check(outputs["out"], context, f"in a graph, with {context} cached tokens")
 
 
-SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]] = MappingProxyType(
+class BatchShape(NamedTuple):
+    """The lengths of a batch of sequences, and the kind of its attention, as arguments of :class:`PagedBatch`."""
+
+    new: tuple[int, ...]
+    pages: tuple[float, ...]
+    """Cached tokens of each sequence before the new ones, in pages: lengths lie around a page's end for any page size."""
+    tree: bool = False
+    window: int = 0
+    padding: int = 0
+
+
+SHAPES: Mapping[str, BatchShape] = MappingProxyType(
     {
-        "decoding": ((1, 1, 1), (0.1, 1.0, 1.5), {}),
-        "a chain": ((4, 4, 4), (0.0, 0.99, 1.9), {}),
-        "a tree": ((5, 5), (0.5, 1.0), {"tree": True}),
-        "a window": ((3, 3), (0.3, 1.2), {"window": 9}),
-        "a ragged prompt": ((7, 1, 20), (0.0, 0.25, 1.0), {}),
-        "padding": ((3, 2), (0.1, 1.0), {"padding": 3}),
+        "decoding": BatchShape((1, 1, 1), (0.1, 1.0, 1.5)),
+        "a chain": BatchShape((4, 4, 4), (0.0, 0.99, 1.9)),
+        "a tree": BatchShape((5, 5), (0.5, 1.0), tree=True),
+        "a window": BatchShape((3, 3), (0.3, 1.2), window=9),
+        "a ragged prompt": BatchShape((7, 1, 20), (0.0, 0.25, 1.0)),
+        "padding": BatchShape((3, 2), (0.1, 1.0), padding=3),
     }
 )
-"""By name: the new tokens of each sequence, its cached tokens before them in pages (lengths lie around a page's end for any
-page size), and further arguments of :class:`PagedBatch`.
-"""
 
 
 def paged_batch(lab: Lab, shape: str, dtype: torch.dtype | None = None) -> PagedBatch:
     """Return a batch of :data:`SHAPES` on a new stream, with the preferred page size, and ``dtype`` or the first preferred
     dtype. Its contexts grow and shrink.
     """
-    new, pages, options = SHAPES[shape]
+    new, pages, tree, window, padding = SHAPES[shape]
     size = lab.backend.capabilities.page_size
     context = [int(count * size) for count in pages]
     (stream,) = lab.streams("s")
     room = max(_GROWTHS) + 1  # a second pass of a graph has one token more
     dtype = dtype or preferred_dtypes(lab.backend)[0]
-    batch = PagedBatch(lab, stream, new, context, dtype=dtype, page_size=size, room=room, **options)
+    batch = PagedBatch(
+        lab, stream, new, context, dtype=dtype, page_size=size, room=room, tree=tree, window=window, padding=padding
+    )
     batch.contexts = [[tokens + more for tokens in context] for more in _GROWTHS]
     return batch
 

@@ -232,6 +232,11 @@ SCHEDULES = 8
 Program = Callable[..., Any]
 
 
+def _needs_processes(backend: Backend) -> bool:
+    """Return True if ranks on devices like this one are processes."""
+    return backend.control is None and backend.capabilities.asynchronous
+
+
 class RankRunner:
     """A runner of programs on ranks of the backend under test."""
 
@@ -254,12 +259,12 @@ class RankRunner:
         Raises the error of a rank. A failed check takes precedence over a :class:`CollectiveError`, which may only follow
         from it.
         """
-        if leaving is not None or self.in_processes():
+        first = self._kit.open()
+        control = first.control
+        if leaving is not None or _needs_processes(first):
             task, limit_s = f"{program.__module__}:{program.__qualname__}", _MAX_TASK_S + timeout_s
             return self._in_processes(size).run_task(task, args=args, timeout_s=timeout_s, limit_s=limit_s, leaving=leaving)
         kit = self._kit
-        first = kit.open()  # opened last: it begins a new simulated host
-        control = first.control
         # The options of a simulated host's first device apply to all of its devices.
         further = [replace(kit.spec, ordinal=rank, options={}) for rank in range(1, size)]
         devices = [first, *(kit.open() if control is None else kit.registry.create(spec) for spec in further)]
@@ -293,8 +298,7 @@ class RankRunner:
 
     def in_processes(self) -> bool:
         """Return whether the ranks of this backend are processes."""
-        first = self._kit.open()
-        return first.control is None and first.capabilities.asynchronous
+        return _needs_processes(self._kit.open())
 
     def end_ranks(self) -> None:
         """Kill the rank processes that still run."""

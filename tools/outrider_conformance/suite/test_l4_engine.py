@@ -5,7 +5,7 @@ It does so in every declared mode and dtype, and the device's own kernels answer
 
 from __future__ import annotations
 
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,9 +124,10 @@ def test_what_is_done_after_the_join_is_what_is_declared(lab: Lab) -> None:
         sync.after_join(idle)
     expect(plan.method_calls, once + once, "what after_join asks for when it's called twice")
     expect(idle.method_calls, [], "what after_join asks for when the batch is idle")
-    declared = {str(call.recompute(what)) for what in sync.recompute_after_join}
-    declared |= {str(call.refresh(buffer)) for buffer in sync.refresh_before_replay}
-    expect(set(map(str, once)), declared, "what after_join does, against what the policy declares")
+    declared: set[tuple[object, ...]] = {("recompute", what) for what in sync.recompute_after_join}
+    declared |= {("refresh", buffer) for buffer in sync.refresh_before_replay}
+    requests = {(name, *arguments, *named.values()) for name, arguments, named in once}
+    expect(requests, declared, "what after_join does, against what the policy declares")
 
 
 _TOKENS = 12

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation, Stream
+from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
 from outrider_sanitizer.detector.diagnose import Diagnoser
 from outrider_sanitizer.detector.intervals import Listener
 from outrider_sanitizer.detector.ordering import Ordering
@@ -20,7 +20,7 @@ from outrider_sanitizer.report import Advice, Finding, Report, caller_location
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.device import Backend, Collective, Decision, Event, Flag, Graph, Group
+    from outrider.device import Backend, Collective, Decision, Event, Flag, Graph, Group, Stream
 
 
 class Sanitizer(Observer):
@@ -142,13 +142,37 @@ class Sanitizer(Observer):
             self._uses(operation.stream)
             self._ordering.launched(operation)
 
+    def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
+        with self._lock:
+            self._ordering.rows_touched(operation, accesses)
+
+    def recorded(self, stream: Stream, event: Event, generation: int) -> None:
+        with self._lock:
+            self._ordering.recorded(stream.name, event, generation)
+
+    def waited(self, stream: Stream, event: Event, generation: int) -> None:
+        with self._lock:
+            self._ordering.waited(stream.name, event, generation)
+
+    def event_synchronized(self, event: Event, generation: int) -> None:
+        with self._lock:
+            self._ordering.event_synchronized(event, generation)
+
     def event_queried(self, event: Event, generation: int, done: bool) -> None:
         if done:
             self.event_synchronized(event, generation)
 
+    def stream_synchronized(self, stream: Stream) -> None:
+        with self._lock:
+            self._ordering.stream_synchronized(stream.name)
+
     def stream_queried(self, stream: Stream, done: bool) -> None:
         if done:
             self.stream_synchronized(stream)
+
+    def device_synchronized(self) -> None:
+        with self._lock:
+            self._ordering.device_synchronized()
 
     def flag_set(self, stream: Stream, flag: Flag) -> None:
         with self._lock:
@@ -162,6 +186,10 @@ class Sanitizer(Observer):
         with self._lock:
             self._ordering.flag_step("reset", stream.name, flag)
 
+    def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
+        with self._lock:
+            self._ordering.allocated(storage, nbytes, stream, location)
+
     def memory_shared(self, storage: int, stream: str) -> None:
         with self._lock:
             self._ordering.memory.share(storage, stream)
@@ -170,6 +198,14 @@ class Sanitizer(Observer):
         with self._lock:
             self._staleness.freed(storage)
             self._ordering.freed(storage, stream)
+
+    def address_reused(self, storage: int, previous: int) -> None:
+        with self._lock:
+            self._ordering.address_reused(storage, previous)
+
+    def host_accessed(self, access: Access, location: str) -> None:
+        with self._lock:
+            self._ordering.host_accessed(access, location)
 
     def collective(
         self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
@@ -190,6 +226,14 @@ class Sanitizer(Observer):
     def decided(self, group: Group, name: str, value: Decision) -> None:
         with self._lock:
             self.ranks.decided(group, name, value, caller_location())
+
+    def capture_began(self, graph: Graph, stream: Stream) -> None:
+        with self._lock:
+            self._ordering.capture_began(graph, stream.name)
+
+    def capture_ended(self, graph: Graph, failed: bool) -> None:
+        with self._lock:
+            self._ordering.capture_ended(graph, failed)
 
     def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
         with self._lock:
@@ -229,18 +273,10 @@ class Sanitizer(Observer):
             self._watch_reads()
             self._staleness.mirror(mirror, source)
 
-
-def _passed_on(report: str) -> Any:
-    def pass_on(self: Sanitizer, *of: Any) -> None:
+    def host_released(self, token: object) -> None:
         with self._lock:
-            getattr(self._ordering, report)(*(each.name if isinstance(each, Stream) else each for each in of))
+            self._ordering.host_released(token)
 
-    return pass_on
-
-
-# Reports that the ordering detector takes unchanged, with the name of each stream.
-for _report in (
-    *("rows_touched", "recorded", "waited", "event_synchronized", "stream_synchronized", "device_synchronized"),
-    *("allocated", "address_reused", "host_accessed", "capture_began", "capture_ended", "host_released", "host_acquired"),
-):
-    setattr(Sanitizer, _report, _passed_on(_report))
+    def host_acquired(self, token: object) -> None:
+        with self._lock:
+            self._ordering.host_acquired(token)

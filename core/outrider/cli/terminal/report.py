@@ -228,9 +228,9 @@ def show_progress(shown: bool = True) -> Generator[Tell]:
     Total 0: the amount of work is unknown.
     """
     console = Console(stderr=True)
-    # rich also counts a file or a pipe as a terminal where FORCE_COLOR is set.
     amount = TextColumn("{task.fields[amount]}", markup=False)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), amount, TimeElapsedColumn())
+    # rich also counts a file or a pipe as a terminal where FORCE_COLOR is set.
     with Progress(*columns, console=console, transient=True, disable=not (shown and sys.stderr.isatty())) as bars:
         bar_of: dict[str, TaskID] = {}
 

@@ -13,14 +13,14 @@ Letters in shapes:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend
+from outrider.device import AttentionMetadata, Backend, InterfaceError
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
 from outrider.model import LanguageModel, SideBySide, speculative_positions
 from outrider.speculative.proposer import Draft, Proposer
@@ -48,6 +48,7 @@ class BufferSpec:
 
 GROUPS = INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
 """Groups of buffers, the first part of their names. The classes below document the writing stream of each group."""
+_Record = TypeVar("_Record")
 _RELAY = "inputs.relay."
 _OPTIONAL = ("inputs.mrope_position_deltas", "draft.probs", "verify.mask", "outputs.path")
 """Buffers that are None for some models and proposers."""
@@ -216,6 +217,18 @@ class BufferViews:
     outputs: VerifyOutputs
 
 
+_BIASES = ("inputs.bias_tokens", "inputs.bias_values", "inputs.bias_until")
+_RECORDS: Mapping[str, tuple[Any, ...]] = {
+    INPUTS: (DecodeInputs,),
+    DRAFT: (Draft, Tree),
+    VERIFY: (VerifyInputs,),
+    EXTEND: (ExtendPlan, PathInputs),
+    OUTPUTS: (VerifyOutputs,),
+}
+_FIELDS = {f"{group}.{each.name}" for group, kinds in _RECORDS.items() for kind in kinds for each in fields(kind)}
+"""Names of the buffers that :class:`BufferViews` has as fields, in addition to biases and relayed tensors."""
+
+
 class StaticBuffers:
     """The memory of the buffers that the stages of an iteration share. It has a layout for each number of draft tokens.
 
@@ -224,10 +237,13 @@ class StaticBuffers:
 
     def __init__(self, backend: Backend, layouts: Mapping[int, Iterable[BufferSpec]], *, max_requests: int) -> None:
         """Allocate the buffers. ``layouts`` has the declarations by number of draft tokens; the layout of the longest draft
-        needs the most memory.
+        needs the most memory. Raises :class:`InterfaceError` for a buffer that no view has.
         """
         self._backend = backend
         self._layouts = {drafted: {spec.name: spec for spec in specs} for drafted, specs in layouts.items()}
+        for name in {name for layout in self._layouts.values() for name in layout} - _FIELDS - {*_BIASES}:
+            if not name.startswith(_RELAY):
+                raise InterfaceError(f"buffer {name!r} has no field in a record of the iteration; expected one of its name")
         longest = max(self._layouts)
         self._memory = {
             spec.name: torch.full(
@@ -311,9 +327,9 @@ class StaticBuffers:
         found: dict[str, Any] = dict.fromkeys(_OPTIONAL)
         found |= {name: self.rows(name, 0, count, drafted=drafted) for name in specs}
 
-        def record(kind: Any, group: str, **others: Any) -> Any:
+        def record(kind: Callable[..., _Record], group: str, **others: object) -> _Record:
             """Return the record of ``group``: each field is the buffer of its name, unless ``others`` has it."""
-            names = {each.name for each in fields(kind)} - others.keys()
+            names = {each.name for each in fields(cast("Any", kind))} - others.keys()
             return kind(**others, **{name: found[f"{group}.{name}"] for name in names})
 
         def rope_positions(group: str) -> Tensor:
@@ -325,7 +341,7 @@ class StaticBuffers:
             return self._query_starts[specs[name].per][: count + 1]
 
         relay = {name.removeprefix(_RELAY): each for name, each in found.items() if name.startswith(_RELAY)}
-        biases = tuple(found[f"inputs.bias_{name}"] for name in ("tokens", "values", "until"))
+        biases = tuple(found[name] for name in _BIASES)
         tree, path = None, None
         if "draft.mask" in specs:
             tree = record(Tree, DRAFT)

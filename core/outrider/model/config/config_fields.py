@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from outrider.device import ConfigError
@@ -327,9 +327,36 @@ _WITH_LAYER_TYPES = ("qwen2", "qwen3")
 _WITHOUT_LAYER_TYPES = ("llama", "mistral")
 
 
-def parse_config(family: str, fields: Mapping[str, Any]) -> SimpleNamespace | None:
-    """Return the config of ``family`` for ``fields`` that :func:`.config_fields` has checked: the attributes of transformers'
-    config for the same file, under the same names.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedConfig:
+    """Attributes of transformers' config for the same file, under the same names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    head_dim: int | None
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    sliding_window: int | None
+    layer_types: tuple[str, ...]
+    rope_parameters: Mapping[str, Any]
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
+
+    def get_text_config(self) -> ParsedConfig:
+        """Return this config, because only text models are supported."""
+        return self
+
+
+def parse_config(family: str, fields: Mapping[str, Any]) -> ParsedConfig | None:
+    """Return the config of ``family`` for ``fields`` that :func:`.config_fields` has checked.
 
     Returns None if a value depends on a family's default or is unusual. Transformers then parses the config, and its messages
     explain what is wrong.
@@ -359,7 +386,7 @@ def parse_config(family: str, fields: Mapping[str, Any]) -> SimpleNamespace | No
         return None
     if family == "qwen3" and fields.get("head_dim") is None:  # its default is independent of the other fields
         return None
-    config = SimpleNamespace(
+    return ParsedConfig(
         **{name: fields[name] for name in _REQUIRED_KEYS},
         **flags,
         hidden_act=fields["hidden_act"],
@@ -370,8 +397,6 @@ def parse_config(family: str, fields: Mapping[str, Any]) -> SimpleNamespace | No
         bos_token_id=fields["bos_token_id"],
         eos_token_id=fields["eos_token_id"],
     )
-    config.get_text_config = lambda: config  # only text models are supported
-    return config
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any] | None:

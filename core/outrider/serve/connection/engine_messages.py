@@ -151,7 +151,10 @@ class EngineInfo:
 EngineEvent = EngineInfo | RequestAdmitted | RequestRefused | SampleOutput | EngineSnapshot | EngineFailed
 
 
-def encode_messages(messages: Sequence[EngineCommand | EngineEvent]) -> bytes:
+_EngineMessage = EngineCommand | EngineEvent
+
+
+def encode_messages(messages: Sequence[_EngineMessage]) -> bytes:
     """Return ``messages`` as the bytes of one frame.
 
     An output is a flat list, without the codec: it is by far the most frequent message.
@@ -163,7 +166,7 @@ def encode_messages(messages: Sequence[EngineCommand | EngineEvent]) -> bytes:
             entries = [(entry.token, entry.logprob, entry.top) for entry in each.logprobs] if each.logprobs else ()
             items.append([*each[:4], entries, *each[5:]])
         else:
-            items.append(to_plain(each, EngineCommand | EngineEvent, blobs))
+            items.append(to_plain(each, _EngineMessage, blobs))
     return WireMessage("messages", {"items": items}, tuple(blobs)).encode()
 
 
@@ -176,5 +179,5 @@ def decode_messages(frame: WireMessage) -> list[Any]:
             logprobs = tuple(TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries)
             messages.append(SampleOutput(key, sample, tuple(tokens), reason, logprobs, *details))
         else:
-            messages.append(from_plain(plain, EngineCommand | EngineEvent, frame.blobs))
+            messages.append(from_plain(plain, _EngineMessage, frame.blobs))
     return messages

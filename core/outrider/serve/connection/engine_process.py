@@ -216,6 +216,7 @@ class EngineThread(EngineClient):
 
 _RECEIVE_BYTES = 1 << 18
 _MAX_FRAME_BYTES = 1 << 40
+"""Maximum bytes of text and blobs of a message. Images are blobs of any size: both ends are the same program."""
 _SOCKET_BUFFER_BYTES = 8 << 20
 _EXIT_TIMEOUT_S = 10.0
 """Seconds that a child process has to exit after it was told to end. Then it is killed."""
@@ -233,7 +234,7 @@ class EngineProcess(EngineClient):
     def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False) -> None:
         check_expert_parallel(expert, tensor, data)
         super().__init__()
-        self._first_rank = functools.partial(first_rank, make, tensor, data, expert=expert)
+        self._open_engine = functools.partial(first_rank, make, tensor, data, expert=expert)
         self._first = ChildRanks(first=0)
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Task[None] | None = None
@@ -261,7 +262,7 @@ class EngineProcess(EngineClient):
                     end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
         # Not in an executor: the kernel ends the child when the thread that started it ends. The call takes milliseconds.
         descriptor = child_end.fileno()
-        call = functools.partial(_serve, self._first_rank, descriptor)
+        call = functools.partial(_serve, self._open_engine, descriptor)
         self._first.processes.append(start_call(call, pass_fds=(descriptor,)))
         child_end.close()
         server_end.setblocking(False)
@@ -333,12 +334,12 @@ class _ChildPort:
         self._socket.sendall(encode_messages(events))
 
 
-def _serve(first_rank: Callable[[], AbstractContextManager[Engine]], descriptor: int) -> None:
+def _serve(open_engine: Callable[[], AbstractContextManager[Engine]], descriptor: int) -> None:
     """Run the engine in the child: the target of :class:`EngineProcess`. ``descriptor``: the child's end of the socket."""
     end_with_parent()
     port = _ChildPort(socket.socket(fileno=descriptor))
     try:
-        with first_rank() as engine:
+        with open_engine() as engine:
             try:
                 port.send([EngineInfo.from_engine(engine)])
                 EngineLoop(engine, port).serve_until_stopped()
