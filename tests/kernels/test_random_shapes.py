@@ -219,7 +219,7 @@ def integers(*shape):
 
 
 def forward(kernels, model, blocks, caches, batch, queries, *, prefill):
-    """Compute two layers and the head for a batch; each layer's cache is one of ``caches``."""
+    """Compute two layers, the head and a draft's input for a batch; each layer's cache is one of ``caches``."""
     tokens = batch * queries
     metadata = AttentionMetadata(
         query_start=integers(batch + 1),
@@ -240,6 +240,9 @@ def forward(kernels, model, blocks, caches, batch, queries, *, prefill):
         stream = step(stream, blocks[1])
     rows = stream.norm(blocks[0].norm, 1e-5)
     linear(kernels, rows[:batch] if prefill else rows, blocks[2])
+    if not prefill:
+        table = model.empty(VOCABULARY, model.hidden)
+        kernels.fuse_embedding(torch.empty(tokens, dtype=torch.int64, device=META), table, rows, blocks[3])
 
 
 @pytest.fixture
@@ -272,7 +275,7 @@ def warm_up_asks_for_every_kernel(asked, device, model, drafted, narrow, batches
     """A warm-up has prompts of two lengths, and iterations of one request."""
     kernels = TritonKernels(DEVICES[device])
     kernels.attention.prompts.measure = kernels.attention.prompts._call_own_candidates
-    blocks = *model.layer(), model.weight(VOCABULARY, model.hidden)
+    blocks = *model.layer(), model.weight(VOCABULARY, model.hidden), model.weight(model.hidden, 2 * model.hidden)
     # A draft's cache is in its own dtype.
     caches = [model.cache(torch.float8_e4m3fn if narrow and kernels.cache_formats else model.dtype), model.cache(model.dtype)]
     asked.clear()
@@ -303,7 +306,7 @@ test_warm_up_asks_for_every_kernel, test_warm_up_asks_for_every_kernel_of_many =
             model=Model(form="int8", hidden=512, inner=96, routed=(512, 10), **HEADS),
             drafted=0,
             narrow=True,
-            batches=(2, 3, 5),
+            batches=(2, 3, 5, 200),
         )(
             given(
                 device=st.sampled_from(tuple(DEVICES)),

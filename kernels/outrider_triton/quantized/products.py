@@ -208,7 +208,7 @@ class QuantizedProducts:
         if not supported:
             return None
         for count in self._samples("fuse_embedding", hidden, weight, bias):
-            self.fuse_embedding_quantized(tokens.new_zeros(count), embedding, rows_like(hidden, count), weight, bias)
+            self._kernels.fuse_embedding(tokens.new_zeros(count), embedding, rows_like(hidden, count), weight, bias)
         concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
         product = self._planned(concatenated, weight, bias, parts=False)
         if product is None or not product.takes_rows(concatenated):
