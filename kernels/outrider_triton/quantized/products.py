@@ -352,7 +352,9 @@ class QuantizedProducts:
         for count in self._samples("norm_gates", residual, weight, bias, *added.variant, norm.dtype, activates):
             sample = added.like(count), rows_like(residual, count), norm, eps, weight, bias
             made = self.norm_gates(*sample, activates=activates)
-            if made is not None and made[1] is not None:
+            if made is None:
+                self.norm_linear_quantized(*sample)
+            elif made[1] is not None:
                 _TRITON.quantize_by_maxima.triton(*made, weight.activations or "", weight.data.dtype, self._pdl)
         normed = self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=taken)
         if normed is None:
