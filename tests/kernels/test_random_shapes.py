@@ -135,13 +135,13 @@ test_some_products_fit, test_many_products_fit = some_and_many(
         half=st.sampled_from((32, 40, 48, 64, 96, 128)),
     ),
     some=3,
-    many=1000,
+    many=200,
 )
 test_some_experts_fit, test_many_experts_fit = some_and_many(
     example(device="H200", form="fp8-block", routed=(128, 8), hidden=2048, inner=768)(experts_fit),
     given(device=st.sampled_from(tuple(DEVICES)), form=formats, routed=experts, hidden=sizes, inner=inner_sizes),
     some=12,
-    many=2000,
+    many=500,
 )
 test_some_attention_fits, test_much_attention_fits = some_and_many(
     attention_fits,
@@ -157,7 +157,7 @@ test_some_attention_fits, test_much_attention_fits = some_and_many(
         max_kv=st.integers(1, 131072),
     ),
     some=100,
-    many=10000,
+    many=2000,
 )
 
 
@@ -331,7 +331,7 @@ test_warm_up_asks_for_every_kernel, test_warm_up_asks_for_every_kernel_of_many =
         )
     ),
     some=1,
-    many=300,
+    many=100,
 )
 
 
