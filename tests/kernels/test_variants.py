@@ -86,10 +86,12 @@ def test_every_attention_is_known_beforehand(facts, table, dtype, heads):
         assert tuple(config) in known[capacity], (batch, queries, capacity)
 
 
-def test_every_share_is_known_beforehand():
+@pytest.mark.parametrize("device", ["H200", "MI300X"])
+def test_every_share_is_known_beforehand(device):
+    processors = DEVICES[device].processors
     for vocabulary in (257, 32000, 128256):
-        known = share_counts(vocabulary, 132)
-        assert {vocabulary_shares(rows, vocabulary, 132) for rows in range(1, 300)} <= set(known)
+        known = share_counts(vocabulary, processors)
+        assert {vocabulary_shares(rows, vocabulary, processors) for rows in (*range(1, 1300), 16384)} <= set(known)
 
 
 def known_configs(kernels, operator, n, k, half=0):

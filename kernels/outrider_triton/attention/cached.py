@@ -114,7 +114,7 @@ class CacheAttention:
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, planes
         key = "attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._tiles.layer
         configs = self._tiles.scope.attention_configs(
-            (q.dtype, *q.shape[1:], k_cache.shape[2], self._tiles.layer),
+            (_heads(q, k_cache), self._tiles.layer),
             lambda *sizes: self.config_for(q, k_cache, *sizes),
             max_query=min(metadata.max_query, longest_decode),
             capacity=metadata.block_table.shape[1] * k_cache.shape[1],

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from outrider.device import QuantizedWeight
-from outrider_triton.experts import operators as _expert_ops  # noqa: F401  (registers the operators)
+from outrider_triton.experts.operators import compared_pairs  # the module registers the operators
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.plan import ProductPlan
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, MatmulConfig, bucket
@@ -84,8 +84,11 @@ class ExpertProducts:
 
     @staticmethod
     def _token_counts(experts: int, count: int) -> tuple[int, ...]:
-        """Return numbers of tokens that together need every configuration of ``experts`` with ``count`` per token."""
-        unsorted = [1 << power for power in range(power_of_two(_MAX_UNSORTED_TOKENS).bit_length())]
+        """Return numbers of tokens that together need every configuration of ``experts`` with ``count`` per token, and every
+        number of compared pairs with it.
+        """
+        few = range(1, _MAX_UNSORTED_TOKENS + 1)
+        unsorted = {(power_of_two(tokens), compared_pairs(tokens * count, experts)): tokens for tokens in few}.values()
         # Invert the block size, mean + 3 sqrt(mean), to the most tokens of each block.
         largest = (int((sqrt(size + 2.25) - 1.5) ** 2 * experts / count) for size in BUCKETS)
         return *unsorted, *(max(_MAX_UNSORTED_TOKENS + 1, tokens) for tokens in largest)

@@ -118,10 +118,15 @@ def blocks_of(
         order, expert_of = laid_out_pairs(chosen, experts, size, pdl)
         return order, expert_of, expert_of.shape[0], constants
     expect(m <= most, lambda: f"{m} tokens in a block of {most}")
-    pairs = m * count
-    if pairs <= _MAX_COMPARED_PAIRS and pairs < experts:
-        return None, None, pairs, constants | {"PAIRS": power_of_two(pairs)}
-    return None, None, experts, constants
+    compared = compared_pairs(m * count, experts)
+    return None, None, m * count if compared else experts, constants | {"PAIRS": compared}
+
+
+def compared_pairs(pairs: int, experts: int) -> int:
+    """Return the constant PAIRS of kernels of ``pairs`` unsorted token-expert pairs: their power of two if each program
+    compares them, else 0.
+    """
+    return power_of_two(pairs) if pairs <= _MAX_COMPARED_PAIRS and pairs < experts else 0
 
 
 def sum_expert_rows(

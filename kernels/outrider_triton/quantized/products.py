@@ -208,7 +208,7 @@ class QuantizedProducts:
         if not supported:
             return None
         for count in self._samples("fuse_embedding", hidden, weight, bias):
-            self.fuse_embedding_quantized(tokens.new_zeros(count), embedding, rows_like(hidden, count), weight, bias)
+            self._kernels.fuse_embedding(tokens.new_zeros(count), embedding, rows_like(hidden, count), weight, bias)
         concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
         product = self._planned(concatenated, weight, bias, parts=False)
         if product is None or not product.takes_rows(concatenated):
@@ -352,7 +352,9 @@ class QuantizedProducts:
         for count in self._samples("norm_gates", residual, weight, bias, *added.variant, norm.dtype, activates):
             sample = added.like(count), rows_like(residual, count), norm, eps, weight, bias
             made = self.norm_gates(*sample, activates=activates)
-            if made is not None and made[1] is not None:
+            if made is None:
+                self.norm_linear_quantized(*sample)
+            elif made[1] is not None:
                 _TRITON.quantize_by_maxima.triton(*made, weight.activations or "", weight.data.dtype, self._pdl)
         normed = self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=taken)
         if normed is None:

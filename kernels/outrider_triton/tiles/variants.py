@@ -13,7 +13,6 @@ from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
 from outrider_triton.tiles.derive.attention import AttentionLaunch
 from outrider_triton.workers import compiling
 
-_MAX_ROWS = 1024
 _MAX_REQUESTS = 256
 _Variant = TypeVar("_Variant")
 
@@ -98,7 +97,8 @@ def share_counts(vocabulary: int, processors: int) -> tuple[int, ...]:
     """Return every number of programs that may share a vocabulary of ``vocabulary`` tokens on a device with
     ``processors``.
     """
-    return tuple(dict.fromkeys(vocabulary_shares(count, vocabulary, processors) for count in _powers(_MAX_ROWS)))
+    # With more than four rows per multiprocessor, each row has one program.
+    return tuple(dict.fromkeys(vocabulary_shares(count, vocabulary, processors) for count in _powers(4 * processors)))
 
 
 def _powers(limit: int) -> tuple[int, ...]:
