@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.device.kernels.operators import expect
 from outrider_triton.jit import recurrent_chunks as jit_chunks
 from outrider_triton.jit import recurrent_steps as jit
+from outrider_triton.jit.recurrent_steps_shared import LANES, delta_rule_shared
 from outrider_triton.launch import define, launch, power_of_two
 
 _FEW_TOKENS = 8
@@ -21,6 +22,12 @@ _CHUNK_VALUES_PER_PROGRAM = 32
 _ROWS_PER_PROGRAM = 4
 _VALUES_PER_PROGRAM = 32
 """Number of values of a head whose states one warp holds in registers."""
+_SHARING_WARPS = 4
+"""Number of warps that share keys and queries of a head."""
+_SHARING_CELLS = 2048
+"""Number of cells of a state that each of these warps holds in registers, 64 in each thread."""
+_SHARING_REGISTERS = 128
+"""Maximum registers of a thread with 64 cells of a state: 16 warps share a multiprocessor."""
 
 
 def _convolution(
@@ -94,9 +101,14 @@ def _rule(
     out = _allocate(mixed, _values(mixed, state), uniform)
     heads, key_size, value_size = state.shape[1:]
     block_d, block_e = power_of_two(key_size), min(power_of_two(value_size), _VALUES_PER_PROGRAM)
+    kernel, settings = jit.delta_rule, {"warps": 1}
+    if pdl:  # the devices of NVIDIA from Hopper on
+        kernel, settings = delta_rule_shared, {"warps": _SHARING_WARPS, "maxnreg": _SHARING_REGISTERS}
+        block_d = max(block_d, LANES.value)
+        block_e = _SHARING_WARPS * max(min(power_of_two(value_size), _SHARING_CELLS // block_d), 32 // LANES.value)
     key_width, blocks = (mixed.shape[1] - heads * value_size) // 2, triton.cdiv(value_size, block_e)
     launch(
-        jit.delta_rule,
+        kernel,
         (heads, blocks, rows.shape[0]),
         *(mixed, gates, a_log, dt_bias, state, rows, query_start, seq_lens, pending, updates, out, key_width, heads),
         *(heads * key_size // key_width, mixed.stride(0), gates.stride(0), int(settled)),
@@ -106,7 +118,7 @@ def _rule(
         BLOCK_D=block_d,
         BLOCK_E=block_e,
         pdl=pdl,
-        warps=1,
+        **settings,
     )
     return out
 

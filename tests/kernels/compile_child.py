@@ -29,7 +29,7 @@ from outrider_triton.attention.jit import prefill as prefill_attention
 from outrider_triton.experts.jit import large_m as expert_tiles
 from outrider_triton.experts.jit import quantized as expert_quantized
 from outrider_triton.experts.jit import unquantized as experts
-from outrider_triton.jit import bookkeeping, peers, recurrent_chunks, rows
+from outrider_triton.jit import bookkeeping, peers, recurrent_chunks, recurrent_steps_shared, rows
 from outrider_triton.jit import recurrent_steps as recurrent
 from outrider_triton.jit import selection as token_choice
 from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
@@ -440,6 +440,9 @@ def compile_for_hopper(target, some):
 
 def streamed_kernels():
     """Each with its descriptors, the check of its order, whether its products are independent, and options."""
+    for types, constants in (({"updates": WIDE, **OF_WINDOW}, {"TOKENS": 4}), ({}, {**NO_WINDOW, "updates": None})):
+        made = recurrent_steps_shared.delta_rule_shared, {"state": WIDE, **types}, {**OF_RULE, "BLOCK_E": 64, **constants}
+        yield made, partial(check_order, settled=False), False, {"maxnreg": 128}
     for kernel, types, constants in STREAMED:
         ends = {"x": descriptor(8, 128), "w": descriptor(16, 128)}
         yield (kernel, {**types, **ends}, constants), check_order_of_both, False, {}

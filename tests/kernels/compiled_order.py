@@ -11,7 +11,7 @@ LATE |= {"expert_gates", "tall_silu_mul", "tall_experts", "gather_pairs", "multi
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes", "streamed_planes"}
-READS_WEIGHTS |= {"add_gated", "add_parts_rope_write_cache", "delta_rule"}
+READS_WEIGHTS |= {"add_gated", "add_parts_rope_write_cache", "delta_rule", "delta_rule_shared"}
 READS_WEIGHTS |= {"gate_quantize", "gated_rms_norm", "short_convolution"}
 """Before the wait: weights, which no kernel writes."""
 READS_SETTLED = {"expert_outputs"}

@@ -208,7 +208,7 @@ def delta_rule(
     PDL: tl.constexpr,
 ):
     """Compute the gated delta rule for the few tokens of a sequence, to ``out`` [T, Hv, E]; one program per (value head,
-    block of values, sequence).
+    block of values, sequence). Devices with dependent launch run :mod:`outrider_triton.jit.recurrent_steps_shared` instead.
 
     One warp has all keys of a few values, so no sum crosses warps. Without ``updates``, the state after all tokens is
     written. With ``updates`` [R, 2, TOKENS, W], the pending ones of one half change the state first, which is written, and
