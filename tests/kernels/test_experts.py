@@ -60,6 +60,22 @@ def test_experts(size, alike, kernels, device):
     assert bool(((made.cpu().double() - right).abs() <= 4e-3 * (1 + right.abs())).all())
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "prefetched"),
+    [(31, 128, 2048, 0), (32, 128, 2048, 10), (40, 8, 2048, 8), (64, 8, 2044, 0)],
+)
+def test_weights_of_likely_experts_are_prefetched(tokens, experts, hidden, prefetched, instead_of_launching):
+    """Of most experts at least, half a cache, and no more experts than there are; rows of other than 16 bytes aren't."""
+    asked = {}
+    instead_of_launching(lambda kernel, grid, *operands, **settings: asked.setdefault(kernel.fn.__name__, operands))
+    x, stack = (
+        torch.empty(*size, dtype=torch.bfloat16, device="meta") for size in ((tokens, hidden), (experts, 1536, hidden))
+    )
+    chosen = torch.empty(tokens, 8, dtype=torch.int64, device="meta")
+    TritonKernels(DEVICES["H200"]).experts(x, chosen.float(), chosen, stack, stack.new_empty(experts, hidden, 768))
+    assert asked["expert_gates"][-1] == prefetched
+
+
 @pytest.mark.parametrize(("tokens", "count", "chosen"), [(3, 8, 2), (40, 5, 2)])
 def test_pairs_without_an_expert_add_nothing(tokens, count, chosen, kernels, device, monkeypatch):
     """Another rank computes them: few tokens find their experts themselves, many are sorted. No row of them is read."""

@@ -18,6 +18,8 @@ from outrider_triton.quantized.activations import activation_dtype, quantized_ro
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.tiles.configs import MatmulConfig
 
+_PREFETCHED_BYTES = 24 << 20
+"""Bytes of experts' weights that are prefetched while tokens are routed: about half of Hopper's second-level cache."""
 _MAX_COMPARED_PAIRS = 64
 """Maximum number of token-expert pairs for which each program finds the distinct experts itself.
 
@@ -271,6 +273,8 @@ def _experts(
     chosen, weights = chosen.contiguous(), weights.contiguous()
     pairs = m * count
     order, expert_of, blocks, constants = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
+    is_likely = pairs >= 2 * experts and hidden % 8 == 0  # most experts have a token
+    prefetched = min(experts, _PREFETCHED_BYTES // (4 * inner * jit.PREFETCHED.value)) if is_likely else 0
     activations = x.new_empty((pairs, inner))
     parts = x.new_empty((pairs, hidden))
     for kernel, config, operands, n, k in (
@@ -278,7 +282,7 @@ def _experts(
         (jit.expert_outputs, outputs, (activations, weights, chosen, order, expert_of, down, parts), hidden, inner),
     ):
         tiling = MatmulConfig(*config)
-        strides = (x.stride(0),) if kernel is jit.expert_gates else ()
+        strides = (x.stride(0), prefetched) if kernel is jit.expert_gates else ()
         launch(
             kernel,
             (triton.cdiv(n, tiling.block_n), blocks),

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, begin_late
-from outrider_triton.products.jit.matmul import sum_of_tiles, sums_of_gates, swiglu
+from outrider_triton.products.jit.matmul import prefetch_gates, sum_of_tiles, sums_of_gates, swiglu
+
+PREFETCHED = tl.constexpr(768)
+"""Number of columns of experts' weights that are prefetched: a program per multiprocessor then prefetches half of a cache."""
 
 
 @triton.jit(do_not_specialize=["first", "last"])
@@ -232,7 +235,7 @@ def own_pairs(
     return expert, pairs
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "prefetched"])
 def expert_gates(
     x,
     chosen,
@@ -245,6 +248,7 @@ def expert_gates(
     n,
     k,
     x_stride,
+    prefetched,
     SORTED: tl.constexpr,
     PAIRS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -258,8 +262,13 @@ def expert_gates(
     n]``.
 
     The kernel begins late (:func:`outrider_triton.jit.dependent.begin_late`), so that the next kernel can read the pairs'
-    experts at once.
+    experts at once. While tokens are still routed, the first programs prefetch columns of the first ``prefetched`` experts'
+    weights, as if each expert had one block.
     """
+    if PDL:
+        if tl.program_id(1) < prefetched:
+            lane = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+            prefetch_gates(weight + tl.program_id(1).to(tl.int64) * 2 * n * k, lane, n, k, tl.minimum(k, PREFETCHED))
     begin_late(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
