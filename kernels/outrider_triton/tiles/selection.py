@@ -8,7 +8,7 @@ from typing import Self
 
 from outrider_triton.launch import compile_only, vocabulary_shares
 from outrider_triton.tiles.configs import BUCKETS, AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.fits import MAX_TOKENS_TUNED, UNQUANTIZED, OperandStorage
+from outrider_triton.tiles.derive.fits import MAX_TOKENS_TUNED, UNQUANTIZED, OperandStorage, tile_tokens
 from outrider_triton.tiles.derive.products import MIN_STREAMED_TOKENS, choose_config, config_tokens
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.table import ANY_LAYER, Table
@@ -58,6 +58,7 @@ class TileSelection:
         """Return the derived configuration for up to 128 tokens, or None for the library's product."""
         if not 0 < m <= MAX_TOKENS_TUNED:
             return None
+        m = tile_tokens(m, n, k, operator, stored)
         key = operator, stored, n, k, config_tokens(m, stored), half
         if key not in self._derived:
             self._derived[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)

@@ -19,6 +19,7 @@ from outrider_triton.tiles.derive.fits import (
     UNQUANTIZED,
     OperandStorage,
     fold_factor,
+    has_few_bytes,
     rows_per_unit,
     shared_bytes,
 )
@@ -46,6 +47,11 @@ _ISSUE_S_PER_COLUMN = 0.6e-9  # per multiprocessor and 64 streamed rows: about o
 _WARPGROUP_S_PER_COLUMN = 0.8e-9  # for a warpgroup and 64 streamed rows, until it begins a unit: estimated
 _UNIT_BEGIN_S = 0.1e-6
 _UNIT_S_PER_TOKEN = 8e-9  # per multiprocessor: for each unit and token, one grain and two added components
+# Seconds of a product of few bytes on an H200: of each step of a program through the columns, and until its first tile
+# arrives if that isn't loaded before the wait.
+_STEP_S = 0.08e-6
+_STEP_S_PER_COLUMN = 0.6e-9
+_UNSTREAMED_START_S = 1e-6
 _ADD_PARTS_S = 1.0e-6  # until the parts are added up
 # Seconds of products in shares on an H200.
 _SHARES_S = 3.5e-6  # until the first unit arrives, and after the last one
@@ -142,6 +148,7 @@ def estimate_seconds(
     if streams_8_bit:
         is_lone, wave_time = min(resident, rounds) == 1, _LATER_WAVE_S
         units_time = rounds * _units_seconds(config, each, columns, stored, folded=folded, is_lone=is_lone)
+    steps_time = _steps_seconds(config, each, columns, folded=folded) if has_few_bytes(n, k, operator, stored) else 0.0
     parts_time = 0.0
     if config.split > 1:  # the norm reads the parts that the product writes
         parts_time = 8.0 * config.split * m * n / (_CACHE_SPEEDUP * facts.bytes_per_second) + 0.7e-6 * config.split
@@ -152,7 +159,14 @@ def estimate_seconds(
     if streamed and operator in GATED and m > 32:
         start_time += _REREAD_S_PER_TOKEN * (m - 32)
     factor = _row_factor(config, width, k, streams_8_bit=streams_8_bit, is_lone=min(resident, rounds) == 1)
-    return (max(memory, cache, matmul, units_time) + start_time + parts_time) * factor + _LAUNCH_OVERHEAD_S
+    return (max(memory, cache, matmul, units_time, steps_time) + start_time + parts_time) * factor + _LAUNCH_OVERHEAD_S
+
+
+def _steps_seconds(config: MatmulConfig, each: int, columns: int, *, folded: bool) -> float:
+    """Estimate the seconds of a program's steps through ``columns`` of ``each`` rows or pairs, without their bytes."""
+    streamed = config.descriptor == STREAMED
+    steps = (-(-each // PAIRS) if streamed else 1) * -(-columns // (config.block_k * (2 if folded else 1)))
+    return (0.0 if streamed else _UNSTREAMED_START_S) + steps * (_STEP_S + _STEP_S_PER_COLUMN * config.block_k)
 
 
 def _row_factor(config: MatmulConfig, width: float, k: int, *, streams_8_bit: bool, is_lone: bool) -> float:

@@ -24,6 +24,9 @@ MAX_FOLDED_TOKENS = 16
 weight's.
 """
 OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_add_scaled", "scaled_silu_mul", "linear_rope")
+_FEW_ROWS, _FEW_BYTES = 512, 2 << 20
+_FEW_BYTES_TOKENS = 32
+"""Maximum number of tokens of a tile, if the weight has few rows and bytes."""
 GATED = ("linear_silu_mul", "scaled_silu_mul")
 ADDED = ("linear_add", "linear_add_scaled")
 PAIRS = 32  # pairs of rows per streamed tile; equals outrider_triton.jit.tma_pipeline.PAIRS
@@ -65,6 +68,19 @@ class OperandStorage:
 
 
 UNQUANTIZED = OperandStorage()
+
+
+def has_few_bytes(n: int, k: int, operator: str, stored: OperandStorage) -> bool:
+    """Return True if a weight [n, k] has so few rows and bytes that a program's steps through the columns take longer than
+    the bytes. Small tiles of rows and tokens are then faster than few reads of the weight, and the library isn't.
+    """
+    is_small = n <= _FEW_ROWS and 2 * n * k <= _FEW_BYTES
+    return is_small and operator == "linear" and stored == UNQUANTIZED
+
+
+def tile_tokens(m: int, n: int, k: int, operator: str, stored: OperandStorage) -> int:
+    """Return the number of tokens for which tiles are derived that multiply ``m`` tokens, in several tiles if it is less."""
+    return min(m, _FEW_BYTES_TOKENS) if has_few_bytes(n, k, operator, stored) else m
 
 
 def fold_factor(operator: str, config: MatmulConfig, stored: OperandStorage = UNQUANTIZED) -> int:
