@@ -15,15 +15,14 @@ from torch import Tensor
 
 from outrider.device import Backend, ConfigError
 from outrider.errors import CheckpointError
+from outrider.model.checkpoint.files import Piece, Target
+from outrider.model.checkpoint.loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.checkpoint.mapping import vision_name
 from outrider.model.checkpoint.opening import open_checkpoint
-from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
-from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.config.checkpoint_config import hf_config, read_model_config
 from outrider.model.config.model_config import ModelConfig
-from outrider.model.media.mrope import MediaGrid
-from outrider.model.media.preprocessing import Media
+from outrider.model.media.preprocessing import Media, MediaGrid
 from outrider.model.quantization import QuantizedMode, read_quantization
 
 

@@ -17,8 +17,7 @@ from outrider.device.kernels.reference.quantized import dequantize
 from outrider.device.kernels.weight_formats import widen_scales
 from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import CheckpointFiles
-from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
+from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorSlice
 from outrider.model.checkpoint.reading import wrap_read_errors
 from outrider.model.quantization.cache import read_scale_strategy
 from outrider.model.quantization.storages import FLOATS, ActOrderError, Scheme, repeat_rows
