@@ -16,7 +16,7 @@ from model.harness import Driver
 from model.quantized_checkpoints import off_the_border
 from outrider.cli.main import main
 from outrider.device import QuantizedWeight
-from outrider.device.kernels.reference.quantized import dequantize, spread
+from outrider.device.kernels.reference.model import dequantize, spread
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.device.kernels.weights import quantized_products
 from outrider.model import load_decoder, load_eagle, open_head

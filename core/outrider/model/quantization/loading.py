@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
-from outrider.device.kernels.reference.quantized import dequantize
+from outrider.device.kernels.reference.model import dequantize
 from outrider.device.kernels.weight_formats import widen_scales
 from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.errors import CheckpointError, shown
