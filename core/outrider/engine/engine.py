@@ -125,7 +125,7 @@ class Engine:
             config=config,
             model=model.config,
             pages=loop.scheduler.pages.count - 1,
-            pages_of=loop.scheduler.max_pages,
+            pages_of=loop.scheduler.groups[0].max_pages,
             tokenizer=tokenizer,
             grammars=self._grammars,
             vision=vision,
