@@ -54,7 +54,7 @@ from outrider.model.media.preprocessing import (
 )
 from outrider.model.media.tokenizer import StreamDecoder, Tokenizer, check_same_tokens, has_tokenizer
 from outrider.model.media.vision import VisionTower, has_vision_tower, load_vision
-from outrider.model.quantization import QuantizedMode, QuantizedName
+from outrider.model.quantization import QuantizedMode, check_quantized_mode
 
 __all__ = [
     "DRAFT_FORMATS",
@@ -88,7 +88,6 @@ __all__ = [
     "PEagleHead",
     "Progress",
     "QuantizedMode",
-    "QuantizedName",
     "RecurrentConfig",
     "RopeConfig",
     "Shard",
@@ -102,6 +101,7 @@ __all__ = [
     "VisionTower",
     "check_draft_format",
     "check_draft_kind",
+    "check_quantized_mode",
     "check_same_tokens",
     "checkpoint_dtype",
     "expand_placeholders",

@@ -187,7 +187,7 @@ def load_decoder(
     dtype: torch.dtype,
     progress: Progress | None = None,
     ranks: ModelRanks | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
+    quantized: QuantizedMode = "kernels",
     kv_dtype: str = "auto",
     kernels: KernelSet | None = None,
     drafts: bool = False,
@@ -250,11 +250,7 @@ class DecoderPlan:
 
     def _target_bytes(self, target: Target) -> int:
         quantization, files = self.quantization, self.files
-        if (
-            quantization is None
-            or quantization.mode is QuantizedMode.DEQUANTIZE
-            or not quantization.has_quantized_piece(files, target)
-        ):
+        if quantization is None or quantization.mode == "dequantize" or not quantization.has_quantized_piece(files, target):
             stored = torch.promote_types(self.dtype, torch.float32) if target.wide else self.dtype
             return math.prod(target.shape) * stored.itemsize
         found = 0
@@ -298,7 +294,7 @@ def plan_decoder(
     backend: Backend,
     dtype: torch.dtype,
     ranks: ModelRanks | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
+    quantized: QuantizedMode = "kernels",
     kv_dtype: str = "auto",
     kernels: KernelSet | None = None,
     drafts: bool = False,

@@ -207,7 +207,7 @@ def open_head(
     backend: Backend,
     dtype: torch.dtype,
     progress: Progress | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
+    quantized: QuantizedMode = "kernels",
     rounding: str | None = None,
 ) -> HeadCheckpoint:
     """Open the checkpoint ``directory`` of a head for ``target``, for the loader of its kind. Arguments and errors follow
