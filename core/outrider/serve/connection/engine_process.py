@@ -144,7 +144,7 @@ class EngineLoop:
             running.remove(output.request_id)
             if not running:
                 del self._request_ids[key]
-        self._events.append(SampleOutput.from_step(key, sample, output))
+        self._events.append(SampleOutput(key, sample, output))
 
     def _stop(self) -> None:
         """Abort all requests, wait until the device is idle, and send the last events."""
