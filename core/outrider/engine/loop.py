@@ -31,9 +31,6 @@ class IterationLauncher(Protocol):
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
         """Return the decisions about the launch of ``batch`` that other ranks must share."""
 
-    def invalidate(self) -> None:
-        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
-
 
 _MAX_CHANCE_OF_END = 0.1
 """Probability that all requests end, above which the loop waits for results before it launches.
@@ -66,7 +63,7 @@ class Loop:
         self._fences = parts.fences
         self.scheduler = scheduler
         self.step = step
-        self._results = parts.results
+        self._results, self._staging = parts.results, parts.staging
         self._runs_ahead = runs_ahead
         self.failure_recovery = FailureRecovery(
             parts.backend,
@@ -215,7 +212,7 @@ class Loop:
         finally:
             batches = [*(pending.batch for pending in self._in_flight), *unlaunched]
             self._in_flight.clear()
-            self.step.invalidate()
+            self._staging.invalidate()  # a copy of the inputs may have failed
             self.scheduler.undo_batches(batches, corrupted=not well)
 
     def _next_batch(self) -> Batch | None:

@@ -250,10 +250,6 @@ class Step:
         del batch
         return {}
 
-    def invalidate(self) -> None:
-        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
-        self._staging.invalidate()
-
 
 class FusedStep(Step):
     """The launcher of iterations in fused mode. The replayed graph takes the host's decisions from the staging buffer on the
