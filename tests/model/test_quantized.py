@@ -252,7 +252,7 @@ def test_gptq_leaves_out_what_its_expressions_name(tmp_path, backend, plain):
 def test_act_order_is_right_as_plain_weights_and_refused_otherwise(tmp_path, backend, plain):
     state = write_gptq(plain.directory, tmp_path, sym=False, order=lambda count: torch.randperm(count))
     assert (ours(tmp_path, backend, DEQUANTIZE)[1] - logits_of(plain, state)).abs().max() < TOLERANCE
-    with pytest.raises(CheckpointError, match=r"q_proj.g_idx assigns columns.*act-order, desc_act.*--quantized dequantize"):
+    with pytest.raises(CheckpointError, match=r"q_proj: g_idx assigns columns.*act-order, desc_act.*--quantized dequantize"):
         ours(tmp_path, backend)
 
 

@@ -19,7 +19,7 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorSlice
 from outrider.model.checkpoint.reading import wrap_read_errors
 from outrider.model.quantization.cache import read_scale_strategy
-from outrider.model.quantization.storages import FLOATS, ActOrderError, Scheme, repeat_rows
+from outrider.model.quantization.storages import FLOATS, Scheme, repeat_rows
 
 # -- exact changes of the layout: values are repacked and scales are repeated ------------------------------------------
 
@@ -321,11 +321,6 @@ class Quantization:
         try:
             grouped = self.mode != "dequantize"
             return scheme.storage.read(scheme.format, shape, tensors, grouped=grouped)
-        except ActOrderError as error:
-            raise CheckpointError(
-                f"{files.origin}: tensor {module}.{error}; products with such a weight aren't supported; load it as a plain "
-                "weight with --quantized dequantize"
-            ) from error
         except ConfigError as error:
             raise CheckpointError(f"{files.origin}: tensors of {module}: {error}") from error
 
