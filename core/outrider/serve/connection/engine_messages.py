@@ -143,30 +143,20 @@ def encode_messages(messages: Sequence[_EngineMessage]) -> bytes:
     An output is a flat list, without the codec: it is by far the most frequent message.
     """
     blobs: list[bytes] = []
-    items: list[Any] = []
-    for each in messages:
-        if type(each) is SampleOutput:
-            items.append([each.key, each.sample, *_flat(each.output)])
-        else:
-            items.append(to_plain(each, _EngineMessage, blobs))
+    items = [
+        _flat(each.key, each.sample, each.output) if type(each) is SampleOutput else to_plain(each, _EngineMessage, blobs)
+        for each in messages
+    ]
     return WireMessage("messages", {"items": items}, tuple(blobs)).encode()
 
 
-def _flat(output: StepOutput) -> tuple[Any, ...]:
-    """Return the fields of ``output`` in their order, without the engine's id of the request and without its text."""
-    return (
-        output.tokens,
-        output.finish_reason,
-        [(entry.token, entry.logprob, entry.top) for entry in output.logprobs],
-        output.searched_text,
-        output.error,
-        output.drafted,
-        output.proposed,
-        output.refused,
-        output.busy,
-        output.cached,
-        output.stopped_by,
-    )
+def _flat(key: int, sample: int, output: StepOutput) -> list[Any]:
+    """Return an output as a list. Most outputs are neither the first nor the last of their sample, and have five items."""
+    flat: list[Any] = [key, sample, output.tokens, output.drafted, output.proposed]
+    if output.finish_reason is not None or output.cached or output.logprobs or output.searched_text is not None:
+        flat += output.finish_reason, [(entry.token, entry.logprob, entry.top) for entry in output.logprobs]
+        flat += output.searched_text, output.error, output.refused, output.busy, output.cached, output.stopped_by
+    return flat
 
 
 def decode_messages(frame: WireMessage) -> list[Any]:
@@ -174,10 +164,12 @@ def decode_messages(frame: WireMessage) -> list[Any]:
     messages = []
     for plain in frame.body["items"]:
         if type(plain) is list:
-            key, sample, tokens, reason, entries, *details = plain
+            key, sample, tokens, drafted, proposed, *others = plain
+            reason, entries, text, error, *flags = others or (None, (), None, None)
             finish_reason = None if reason is None else FinishReason(reason)
-            logprobs = tuple(TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries)
-            messages.append(SampleOutput(key, sample, StepOutput(key, tuple(tokens), finish_reason, logprobs, *details)))
+            logprobs = tuple([TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries])
+            output = StepOutput(key, tuple(tokens), finish_reason, logprobs, text, error, drafted, proposed, *flags)
+            messages.append(SampleOutput(key, sample, output))
         else:
             messages.append(from_plain(plain, _EngineMessage, frame.blobs))
     return messages
