@@ -20,7 +20,7 @@ from outrider.engine.requests.draft_length import (
     default_widths,
 )
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.state.packing import PackedTokens
+from outrider.engine.state.plans import PackedTokens
 from outrider.model import ForwardInput
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny

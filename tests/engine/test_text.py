@@ -10,7 +10,7 @@ from outrider import Engine, EngineConfig, OutriderError, SamplingParams
 from outrider.bundled import BUNDLED_HEADS, bundled
 from outrider.device import ConfigError, StepMode
 from outrider.engine.config import DRAFT_LENGTHS, DTYPES, KV_DTYPES
-from outrider.model import DRAFT_FORMATS, DraftFormat, QuantizedMode, QuantizedName
+from outrider.model import DRAFT_FORMATS, DraftFormat
 from outrider_proof.tiny import plain_config
 
 PROMPT = "def read("
@@ -132,7 +132,6 @@ def test_literal_types_are_the_values_that_are_taken():
     assert names(hints["dtype"]) == set(DTYPES)
     assert names(hints["kv_dtype"]) == set(KV_DTYPES)
     assert names(hints["draft_length"]) == set(DRAFT_LENGTHS)
-    assert set(get_args(QuantizedName)) == {str(each) for each in QuantizedMode}
     assert set(get_args(DraftFormat)) == set(DRAFT_FORMATS)
 
 

@@ -12,7 +12,7 @@ from kernels.test_numerics import close
 from kernels.unfused import UnfusedProducts, scaled_mm
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.formats import FP8, INT4, INT8
-from outrider.device.kernels.reference.quantized import dequantize, quantize_activations
+from outrider.device.kernels.reference.model import dequantize, quantize_activations
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products.operands import QuantizedProduct

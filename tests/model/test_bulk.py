@@ -6,9 +6,9 @@ from safetensors.torch import save_file
 
 from outrider.errors import CheckpointError
 from outrider.model.checkpoint import bulk
+from outrider.model.checkpoint.files import Piece, Target
+from outrider.model.checkpoint.loading import load_tensors, loading_stream
 from outrider.model.checkpoint.opening import open_checkpoint
-from outrider.model.checkpoint.pieces import Piece, Target
-from outrider.model.checkpoint.tensor_loading import load_tensors, loading_stream
 from outrider.registry import get_backend
 
 SHAPES = {"a": (37, 5), "b": (3, 5), "c": (64,), "d": (1, 2, 3), "e": (700,)}

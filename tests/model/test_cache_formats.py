@@ -9,7 +9,7 @@ from model.quantized_checkpoints import write_compressed, write_modelopt
 from outrider.device import CapabilityError, KernelSet
 from outrider.device.kernels.weights import quantized_products
 from outrider.errors import CheckpointError
-from outrider.model import QuantizedMode, load_decoder
+from outrider.model import load_decoder
 from outrider_cpu.backend import CpuBackend
 from tiny_checkpoints import write_checkpoint
 
@@ -57,7 +57,7 @@ def test_quantised_weights_beside_it(tmp_path, backend, name):
     plain.load_state_dict(write_compressed(tmp_path / "plain", tmp_path / "made", name))
     reference = write_scales(tmp_path / "made", plain, strategy="attn_head")
     wanted = logits_of(reference, PROMPT)
-    dequantized = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float64, quantized=QuantizedMode.DEQUANTIZE)
+    dequantized = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float64, quantized="dequantize")
     kept = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float64)
     assert quantized_products(kept.weights)
     for model in (dequantized, kept):

@@ -16,11 +16,11 @@ from model.harness import Driver
 from model.quantized_checkpoints import off_the_border
 from outrider.cli.main import main
 from outrider.device import QuantizedWeight
-from outrider.device.kernels.reference.quantized import dequantize, spread
+from outrider.device.kernels.reference.model import dequantize, spread
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.device.kernels.weights import quantized_products
 from outrider.model import load_decoder, load_eagle, open_head
-from outrider.model.checkpoint.pieces import TensorSlice
+from outrider.model.checkpoint.files import TensorSlice
 from outrider.model.quantization.loading import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.storages import COMPRESSED_STORAGES, Scheme
 from outrider.model.quantization.writing import compressed_config

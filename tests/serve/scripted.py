@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+from outrider.engine.requests.request import StepOutput
 from outrider.serve.connection.engine_client import EngineClient
 from outrider.serve.connection.engine_messages import EngineInfo, RequestAdmitted, SampleOutput, SubmitRequest
 
@@ -53,8 +54,10 @@ class ScriptedEngine(EngineClient):
             piece, tokens = tuple(tokens[:size]), tokens[size:]
             piece_text = self.tokenizer.decode(piece) if command.params.stop else None
             ended = None if tokens else reason
-            details = (len(piece) - 1, 4, False, self.cached, None if tokens else self.stopped_by)
-            events.append(SampleOutput(command.key, 0, piece, ended, (), piece_text, None, *details))
+            counts = {"drafted": len(piece) - 1, "proposed": 4, "cached": self.cached}
+            stopped_by = None if tokens else self.stopped_by
+            output = StepOutput(command.key, piece, ended, searched_text=piece_text, stopped_by=stopped_by, **counts)
+            events.append(SampleOutput(command.key, 0, output))
             self.cached = 0
         loop = asyncio.get_running_loop()
         for event in events:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
+from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.serve.connection.engine_messages import SampleOutput
 from serve.test_api import ASKED, everything_is_back
 
@@ -44,9 +45,9 @@ class Happened:
         self.tokens = self.choices = 0
         deliver, submit = client._deliver, client.submit
 
-        def delivered(output):
-            self.tokens += len(output.tokens) if output.key in client._open else 0
-            deliver(output)
+        def delivered(event):
+            self.tokens += len(event.output.tokens) if event.key in client._open else 0
+            deliver(event)
 
         def submitted(inbox, tokens, params, **options):
             self.choices += params.n
@@ -58,7 +59,7 @@ class Happened:
 
 
 def failure_of(key):
-    return SampleOutput(key, 0, (5,), "error", (), None, "broken", 0, 0)
+    return SampleOutput(key, 0, StepOutput(key, (5,), FinishReason.ERROR, error="broken"))
 
 
 def send(server, http, happened, body, end):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from importlib import import_module
 from typing import get_args, get_type_hints
 
@@ -17,6 +18,7 @@ from outrider.serve.api.messages_api import MessagesRequest
 from outrider.serve.api.request_fields import ChatRequest, ImageUrl, MessagePart, Tool, ToolFunction
 from outrider.serve.api.responses import ApiError
 from outrider.serve.api.responses_api import ResponsesRequest, ResponseStore
+from outrider.serve.connection.engine_messages import SampleOutput
 from serve.conftest import BUNDLED
 from serve.running import running
 from serve.scripted import ScriptedEngine
@@ -544,8 +546,11 @@ def test_an_error_after_the_start_is_an_event(scripted, gpt, claude):
     scripted.engine.texts = [[5] * 40, [5] * 40]
     original = scripted.engine._handle
 
+    def broken(event):
+        return event._replace(output=replace(event.output, error="broken")) if isinstance(event, SampleOutput) else event
+
     def failing(events):
-        original([event._replace(error="broken", refused=False) if hasattr(event, "drafted") else event for event in events])
+        original([broken(event) for event in events])
 
     scripted.engine._handle = failing
     try:

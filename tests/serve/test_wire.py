@@ -9,6 +9,7 @@ from outrider import SamplingParams
 from outrider.disaggregation.connections import MessageDecoder
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.loop import EngineLoad, EngineStats
+from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Media, MediaGrid
 from outrider.serve.connection.engine_messages import (
@@ -56,8 +57,22 @@ EVENTS = [
     INFO,
     RequestAdmitted(3),
     RequestRefused(4, 'no "room" \ud800'),
-    SampleOutput(5, 1, (7, 8), None, (), None, None, 1, 4),
-    SampleOutput(5, 0, (7,), "stop", (TokenLogprobs(7, -0.25, ((7, -0.25), (8, -math.inf))),), "text\0", "wrong", 0, 0, True),
+    SampleOutput(5, 1, StepOutput(5, (7, 8), None, drafted=1, proposed=4)),
+    SampleOutput(
+        5,
+        0,
+        StepOutput(
+            5,
+            (7,),
+            FinishReason.STOP,
+            (TokenLogprobs(7, -0.25, ((7, -0.25), (8, -math.inf))),),
+            searched_text="text\0",
+            error="wrong",
+            refused=True,
+            cached=3,
+            stopped_by="x",
+        ),
+    ),
     EngineSnapshot(EngineStats(1, 2, 3, 4, 0.5, 6, 7, 8), EngineLoad(1, 2, 3, 4, 5), 1.5),
     EngineFailed("gone"),
 ]

@@ -9,7 +9,7 @@ import torch
 from outrider import Engine
 from outrider.cli.options.models import Speculation
 from outrider.device import CapabilityError, ConfigError, KernelSet, QuantizedWeight
-from outrider.device.kernels.reference.quantized import dequantize, spread
+from outrider.device.kernels.reference.model import dequantize, spread
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.engine.setup.resolve import choose_draft_weights
 from outrider.model import (

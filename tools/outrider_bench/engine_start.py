@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.device.scopes import uncollected
+from outrider.device.stream import uncollected
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

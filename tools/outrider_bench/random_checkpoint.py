@@ -112,7 +112,7 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
     from outrider.bundled import bundled
     from outrider.model.checkpoint.mapping import decoder_targets
     from outrider.model.config.shapes import shape_config
-    from outrider.model.heads.eagle_loading import eagle_targets
+    from outrider.model.heads.eagle import eagle_targets
 
     config = shape_config(shape)
     head = eagle_head_config(config)

@@ -13,15 +13,14 @@ import torch
 from outrider.device import Backend, CapabilityError, ConfigError
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.device.kernels.weights import SplitWeight, Weight
+from outrider.model.checkpoint.files import Target
+from outrider.model.checkpoint.loading import loading_stream
 from outrider.model.checkpoint.mapping import decoder_targets, decoder_weights
-from outrider.model.checkpoint.pieces import Target
-from outrider.model.checkpoint.tensor_loading import loading_stream
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.shapes import shape_config
 from outrider.model.heads.dflash import DFlashHead, dflash_targets, dflash_weights
 from outrider.model.heads.draft_output import round_products
-from outrider.model.heads.eagle import EagleHead
-from outrider.model.heads.eagle_loading import eagle_targets, eagle_weights
+from outrider.model.heads.eagle import EagleHead, eagle_targets, eagle_weights
 from outrider.model.heads.mtp import HEAD_NAME, MtpHead, chained_head_config, chained_mtp_targets, mtp_weights
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import ModelRanks, Shards, or_single_rank

@@ -34,8 +34,7 @@ from outrider.device.graph import (
     Scalar,
 )
 from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
-from outrider.device.scopes import Guard, StreamScope, uncollected
-from outrider.device.stream import Event, Flag, Stream
+from outrider.device.stream import Event, Flag, Guard, Stream, StreamScope, uncollected
 from outrider.device.sync import SpeculativeSync
 from outrider.device.tools import Access, ControllableDevice, Observer
 

@@ -38,7 +38,7 @@ from outrider.engine.setup.resolve import resolve
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.transfer import StateTransfer
 from outrider.errors import RequestError
-from outrider.model import DraftFormat, LanguageModel, Media, QuantizedName, Tokenizer, VisionTower
+from outrider.model import DraftFormat, LanguageModel, Media, QuantizedMode, Tokenizer, VisionTower
 from outrider.registry import get_backend
 from outrider.speculative.build import Builder
 from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
@@ -125,7 +125,7 @@ class Engine:
             config=config,
             model=model.config,
             pages=loop.scheduler.pages.count - 1,
-            pages_of=loop.scheduler.max_pages,
+            pages_of=loop.scheduler.groups[0].max_pages,
             tokenizer=tokenizer,
             grammars=self._grammars,
             vision=vision,
@@ -147,7 +147,7 @@ class Engine:
         config: EngineConfig | None = None,
         through_transformers: bool = False,
         trust_remote_code: bool = False,
-        quantized: QuantizedName = "kernels",
+        quantized: QuantizedMode = "kernels",
         draft_weights: DraftFormat | Literal["stored"] | None = None,
         draft_vocabulary: Path | str | int | None = None,
         progress: Progress | None = None,

@@ -14,6 +14,7 @@ from outrider.device import ConfigError
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.admission import Admission
+from outrider.engine.requests.groups import groups_by_load
 from outrider.engine.requests.hand_over import ExpectedPages, LentPages, RequestState
 from outrider.engine.requests.pages import FreeList
 from outrider.engine.requests.request import Request
@@ -201,18 +202,17 @@ class PageLending:
         them: no transfer began, or the transfer or its link has ended.
         """
         with self._session.use():
-            self._scheduler.free_reserved(self._taken(expected))
+            request = self._taken(expected)
+            self._scheduler.groups[request.group].free_reserved(request)
             self._coming.give_back(expected.slot)
             self._decision_log.append_call("release_pages", expected.request)
 
     def _reserve(self, request: Request, group: int | None) -> bool:
-        scheduler = self._scheduler
-        if isinstance(scheduler, Scheduler):
-            return scheduler.reserve(request, needs_row=self._has_states)
-        known = [*self._loop.requests.values(), *self._expected.values()]
-        for chosen in scheduler.by_load(known) if group is None else (group,):
+        schedulers = self._scheduler.groups
+        known = (*self._loop.requests.values(), *self._expected.values())
+        for chosen in groups_by_load(len(schedulers), known) if group is None else (group,):
             request.group = chosen
-            if scheduler.reserve(request, needs_row=self._has_states):
+            if schedulers[chosen].reserve(request, needs_row=self._has_states):
                 return True
         return False
 

@@ -31,9 +31,6 @@ class IterationLauncher(Protocol):
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
         """Return the decisions about the launch of ``batch`` that other ranks must share."""
 
-    def invalidate(self) -> None:
-        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
-
 
 _MAX_CHANCE_OF_END = 0.1
 """Probability that all requests end, above which the loop waits for results before it launches.
@@ -66,7 +63,7 @@ class Loop:
         self._fences = parts.fences
         self.scheduler = scheduler
         self.step = step
-        self._results = parts.results
+        self._results, self._staging = parts.results, parts.staging
         self._runs_ahead = runs_ahead
         self.failure_recovery = FailureRecovery(
             parts.backend,
@@ -96,12 +93,12 @@ class Loop:
     def add(self, request: Request) -> None:
         """Queue ``request`` in the scheduler, to join a later batch."""
         self.requests[request.id] = request
-        self.scheduler.add(request)
+        self.scheduler.groups[request.group].add(request)
 
     def end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a waiting or running request at once, and queue the samples that waited for its prompt."""
         del self.requests[request.id]
-        self.scheduler.drop_waiting(request)
+        self.scheduler.groups[request.group].drop_waiting(request)
         self.output_queue.put(request.finish(reason, error))
         self.start_followers(request)
 
@@ -182,7 +179,7 @@ class Loop:
         """
         for follower in request.followers:
             if not follower.finished:
-                self.scheduler.add(follower)
+                self.scheduler.groups[follower.group].add(follower)
         request.followers = []
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -215,7 +212,7 @@ class Loop:
         finally:
             batches = [*(pending.batch for pending in self._in_flight), *unlaunched]
             self._in_flight.clear()
-            self.step.invalidate()
+            self._staging.invalidate()  # a copy of the inputs may have failed
             self.scheduler.undo_batches(batches, corrupted=not well)
 
     def _next_batch(self) -> Batch | None:
@@ -254,7 +251,8 @@ class Loop:
 
     def _handle_results(self, batch: Batch, outcome: HostResults) -> None:
         """Append the tokens of one iteration to the requests of ``batch``, and count them."""
-        for request, tokens, proposed in zip(batch.decode, outcome.decoded, self.scheduler.max_accepted(batch), strict=True):
+        max_accepted = self.scheduler.groups[0].max_accepted(batch)  # equal in all groups
+        for request, tokens, proposed in zip(batch.decode, outcome.decoded, max_accepted, strict=True):
             if not request.finished:
                 request.iterations += 1
                 request.verified_tokens += len(tokens)
@@ -277,7 +275,8 @@ class Loop:
             self.end_request(request, FinishReason.ERROR, f"request {request.id}: {found}")
             return
         output = request.append_tokens(tokens, outcome.logprobs.get(request.id, ()), proposed)
-        self.scheduler.register(request, len(request.prompt) + len(request.output) - 1)
+        filled = len(request.prompt) + len(request.output) - 1
+        self.scheduler.groups[request.group].register(request, filled)
         self.counts["emitted_tokens"] += len(output.tokens)
         self.output_queue.put(output)
         if request.finished:

@@ -179,7 +179,3 @@ class RankedStep:
             shape["mode"] = str(self._parts.config.step_mode)
             shape["bucket"] = self.step.decode_batch(self.step.runner, batch.launched, batch.features).bucket
         return shape
-
-    def invalidate(self) -> None:
-        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
-        self.step.invalidate()

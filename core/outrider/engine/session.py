@@ -12,7 +12,7 @@ from outrider.device import ConfigError, OutriderError
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.decision_log import RankedDecisionLog
 from outrider.engine.ranks.records import RanksDiffer
-from outrider.engine.requests.groups import GroupScheduler
+from outrider.engine.requests.groups import groups_by_load
 from outrider.engine.requests.request import Request
 from outrider.errors import RequestError
 
@@ -108,7 +108,7 @@ class Session:
         self.choose_group(samples)
         self.next_id = samples[-1].id + 1
         self._loop.requests.update({request.id: request for request in samples})
-        self._loop.scheduler.add(first)
+        self._loop.scheduler.groups[first.group].add(first)
         if not self._loop.scheduler.pages.shares_prefixes:
             self._loop.start_followers(first)
         return first.id
@@ -121,11 +121,9 @@ class Session:
 
     def choose_group(self, requests: Sequence[Request]) -> None:
         """Assign all samples of a prompt to the data-parallel group that has the fewest requests."""
-        scheduler = self._loop.scheduler
-        if isinstance(scheduler, GroupScheduler):
-            group = scheduler.least_busy(self._loop.requests.values())
-            for request in requests:
-                request.group = group
+        groups = groups_by_load(len(self._loop.scheduler.groups), self._loop.requests.values())
+        for request in requests:
+            request.group = groups[0]
 
     def close_stream(self, request: Request) -> None:
         """End a request whose stream was closed or dropped. In another thread or inside an iteration, as in garbage

@@ -29,8 +29,8 @@ from outrider.engine.state.buffers import (
     VerifyOutputs,
 )
 from outrider.engine.state.options import BatchOptions
-from outrider.engine.state.packing import PackedTokens
 from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.plans import PackedTokens
 from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side, speculative_positions
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, HostSeqLens, slots_of
 

@@ -9,9 +9,8 @@ from outrider.errors import require_packages
 
 require_packages("a model", ("transformers", "tokenizers", "safetensors", "PIL"), "models")
 
-from outrider.model.checkpoint.loading import DecoderPlan, header_bytes, load_decoder, plan_decoder
+from outrider.model.checkpoint.loading import DecoderPlan, Progress, header_bytes, load_decoder, plan_decoder
 from outrider.model.checkpoint.location import find_checkpoint
-from outrider.model.checkpoint.tensor_loading import Progress
 from outrider.model.checkpoint.transformers_loading import load_through_transformers
 from outrider.model.config.checkpoint_config import checkpoint_dtype, supported_families
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
@@ -26,8 +25,16 @@ from outrider.model.heads.draft_output import (
     with_output_head,
     with_vocabulary_size,
 )
-from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights, PEagleHead
-from outrider.model.heads.eagle_loading import load_eagle, load_eagle3, load_peagle
+from outrider.model.heads.eagle import (
+    Eagle3Head,
+    Eagle3Weights,
+    EagleHead,
+    EagleWeights,
+    PEagleHead,
+    load_eagle,
+    load_eagle3,
+    load_peagle,
+)
 from outrider.model.heads.head_checkpoint import HeadCheckpoint, check_draft_kind, find_mtp_format, open_head
 from outrider.model.heads.mtp import MtpHead, MtpWeights, load_chained_mtp, load_mtp
 from outrider.model.layers.cache import KVCache, LayerState
@@ -37,11 +44,17 @@ from outrider.model.layers.language_model import LanguageModel, SideBySide, side
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import ModelRanks, Shard, Shards, or_single_rank
 from outrider.model.layers.transformers_decoder import TransformersDecoder
-from outrider.model.media.mrope import MediaGrid, prompt_positions, speculative_positions
-from outrider.model.media.preprocessing import Media, MediaProcessor, expand_placeholders
+from outrider.model.media.preprocessing import (
+    Media,
+    MediaGrid,
+    MediaProcessor,
+    expand_placeholders,
+    prompt_positions,
+    speculative_positions,
+)
 from outrider.model.media.tokenizer import StreamDecoder, Tokenizer, check_same_tokens, has_tokenizer
 from outrider.model.media.vision import VisionTower, has_vision_tower, load_vision
-from outrider.model.quantization import QuantizedMode, QuantizedName
+from outrider.model.quantization import QuantizedMode, check_quantized_mode
 
 __all__ = [
     "DRAFT_FORMATS",
@@ -75,7 +88,6 @@ __all__ = [
     "PEagleHead",
     "Progress",
     "QuantizedMode",
-    "QuantizedName",
     "RecurrentConfig",
     "RopeConfig",
     "Shard",
@@ -89,6 +101,7 @@ __all__ = [
     "VisionTower",
     "check_draft_format",
     "check_draft_kind",
+    "check_quantized_mode",
     "check_same_tokens",
     "checkpoint_dtype",
     "expand_placeholders",

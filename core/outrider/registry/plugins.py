@@ -7,7 +7,6 @@ and calls the hooks. It would accept a plugin without a hook or without an argum
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import inspect
 import types
@@ -17,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint
-from os import PathLike
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -54,42 +51,22 @@ def installed_entry_points(group: str) -> InstalledEntryPoints:
     If two distributions have the same name, the first one on the import path counts, as in
     :func:`importlib.metadata.entry_points`.
     """
-    names: dict[str, None] = {}
+    labels: dict[str, str] = {}
     notes: dict[str, None] = {}
     for distribution in importlib.metadata.distributions():
         try:
-            if group in _groups(distribution.read_text(_ENTRY_POINTS_FILE) or ""):
-                names[distribution.name] = None
-        except Exception as error:  # the type depends on the damage: a line without "=" raises TypeError
+            lines = (distribution.read_text(_ENTRY_POINTS_FILE) or "").splitlines()
+            if any(line.strip() == f"[{group}]" for line in lines):
+                labels.setdefault(distribution.name, _label(distribution))
+        except Exception as error:
             notes[f"{_label(distribution)} was passed over: {_cause(error)}"] = None
     entry_points: list[EntryPoint] = []
-    for name in names:
+    for name, label in labels.items():
         try:
             entry_points += importlib.metadata.distribution(name).entry_points.select(group=group)
-        except Exception as error:
-            notes[f"distribution {name!r} was passed over: {_cause(error)}"] = None
+        except Exception as error:  # the type depends on the damage: a line without "=" raises TypeError
+            notes[f"{label} was passed over: {_cause(error)}"] = None
     return InstalledEntryPoints(tuple(entry_points), tuple(notes))
-
-
-class _FileContents(Distribution):
-    """A distribution that has only the text of its entry-point file."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def read_text(self, filename: str) -> str | None:
-        return self._text if filename == _ENTRY_POINTS_FILE else None
-
-    def locate_file(self, path: str | PathLike[str]) -> Path:
-        raise NotImplementedError  # abstract in the base class; reading entry points doesn't call it
-
-
-@functools.lru_cache(maxsize=4096)
-def _groups(text: str) -> frozenset[str]:
-    """Return the names of the groups in the text of an entry-point file. The cache avoids parsing about a hundred files
-    again.
-    """
-    return frozenset(_FileContents(text).entry_points.groups)
 
 
 def _label(distribution: Distribution) -> str:

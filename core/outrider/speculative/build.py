@@ -59,7 +59,7 @@ class DraftOptions:
     topk: int = 1
     """Number of candidate children per node, T: 1 drafts a chain, more draft a tree of D * T nodes."""
     progress: Progress | None = None
-    quantized: QuantizedMode = QuantizedMode.KERNELS
+    quantized: QuantizedMode = "kernels"
     """How quantized weights of the draft are loaded and multiplied."""
     weights: str | None = None
     """Format of the draft head's products, and of the copy of the target's output head with which the proposer samples. None

@@ -243,7 +243,7 @@ def decode(
     plot: PlotOption = None,
     by_kernel: Annotated[bool, option("--by-kernel", help="Show the device's time of each kernel.")] = False,
     json_output: JsonOption = False,
-) -> CommandReport:
+) -> CommandReport | None:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
 
     The limit is the larger of the bytes that an iteration must read over the best measured bandwidth, and of the operations
@@ -277,7 +277,7 @@ def decode(
     if engine.follows:
         with joined:
             engine.follow()
-        return CommandReport.silent_report()
+        return None
     with joined, closing(engine):
         check_context(engine, f"--prompt-tokens {max(lengths)} and --new-tokens {new_tokens}", max(lengths) + new_tokens)
         notes = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]

@@ -216,7 +216,7 @@ def _raised_in(frames: list[FrameType]) -> str | None:
             return None
         if module.startswith("outrider.registry") and name in _HOOKS:
             return _HOOKS[name]
-        if module == "outrider.device.scopes" and name == "__enter__":
+        if module == "outrider.device.stream" and name == "__enter__":
             return "Backend.on"
         receiver = frame.f_locals.get("self")
         for base in VERBS:

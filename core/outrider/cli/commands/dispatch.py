@@ -155,7 +155,7 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop, de
         report = command.invoke(context)
     if debug and isinstance(report, CommandReport) and report.traceback:
         note(report.traceback)
-    if isinstance(report, CommandReport) and not report.silent:
+    if isinstance(report, CommandReport):
         if json_out is not None:
             text = to_json(report.data)
             stop.done = True  # a later signal would write a second object

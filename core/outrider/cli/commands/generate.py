@@ -192,7 +192,7 @@ def generate(
     data_parallel: DataParallelOption = 1,
     expert_parallel: ExpertParallelOption = False,
     json_output: JsonOption = False,
-) -> CommandReport:
+) -> CommandReport | None:
     """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
     with checking_options():
         conversation = None if messages is None else read_messages(messages)
@@ -222,7 +222,7 @@ def generate(
             engine.follow()
             if compare:
                 load_reference().follow()
-            return CommandReport.silent_report()
+            return None
         with closing(engine):
             if template is not None:
                 tokens_or_text = template.tokens(conversation or [_user_message(tokens_or_text, len(image or ()))])

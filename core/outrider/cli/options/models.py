@@ -28,7 +28,7 @@ from outrider.cli.terminal.environment import backend_from_environment, plugin_p
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import note, show_progress, sum_of_loads
 from outrider.cli.terminal.torch_probe import require_torch
-from outrider.device.scopes import uncollected
+from outrider.device.stream import uncollected
 from outrider.errors import CheckpointError
 from outrider.registry import Registry
 from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, PROPOSERS_GROUP, STORED, SUFFIX_PREFIX
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
-    from outrider.model.layers.tuning import PreparedKernels
+    from outrider.model.config.shapes import PreparedKernels
 
 
 ModelOption = Annotated[
@@ -289,7 +289,7 @@ def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seco
 
     ``config`` is read only if kernels are tuned. ``tell`` shows the progress.
     """
-    from outrider.model.layers.tuning import PreparedKernels, prepare_kernels
+    from outrider.model.config.shapes import PreparedKernels, prepare_kernels
 
     directory = tuned_directory()
     if tune_seconds:

@@ -32,22 +32,16 @@ from outrider.device.errors import OutriderError
 class CommandReport:
     """The result of a command, which the dispatcher prints; a command itself prints only text that it streams.
 
-    ``silent``: print nothing, not even with ``--json``, because another process prints the result. ``streamed``: standard
-    output has the text of a model, so ``render`` writes to standard error. ``traceback``: of a program that the command ran
-    and that failed; printed on standard error with ``--debug``.
+    ``streamed``: standard output has the text of a model, so ``render`` writes to standard error. ``traceback``: of a program
+    that the command ran and that failed; printed on standard error with ``--debug``. A follower rank has no report: it prints
+    nothing, not even with ``--json``.
     """
 
     data: Mapping[str, object]
     render: Callable[[Console], None]
     exit_code: int = 0
-    silent: bool = False
     traceback: str = ""
     streamed: bool = False
-
-    @classmethod
-    def silent_report(cls) -> CommandReport:
-        """Return the silent report of a follower rank."""
-        return cls(data={}, render=lambda console: None, silent=True)
 
 
 class PartialResultError(OutriderError):

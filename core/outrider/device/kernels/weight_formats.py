@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.device.errors import ConfigError
 from outrider.device.kernels.formats import FP8, INT4, INT8, ElementFormat
-from outrider.device.kernels.reference.quantized import spread
+from outrider.device.kernels.reference.model import spread
 from outrider.device.kernels.weights import QuantizedWeight
 
 _MIN_GROUP_COLUMNS = 8

@@ -5,6 +5,7 @@ Each group has its own requests, rows and pages. All groups take part in every i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -21,8 +22,16 @@ sequence).
 """
 
 
+def groups_by_load(count: int, requests: Iterable[Request]) -> list[int]:
+    """Return the numbers of ``count`` groups in ascending order of how many of ``requests`` they have."""
+    if count == 1:
+        return [0]
+    load = Counter(request.group for request in requests)
+    return sorted(range(count), key=load.__getitem__)
+
+
 class GroupScheduler:
-    """One :class:`Scheduler` for each data-parallel group, with the interface of a single one.
+    """One :class:`Scheduler` for each data-parallel group. Calls about one request go to the scheduler of its group.
 
     Every rank runs the schedulers of all groups, so that each rank knows the batches of the other groups.
     """
@@ -67,33 +76,6 @@ class GroupScheduler:
         """The requests that hold a row, in group order."""
         return tuple(request for scheduler in self.groups for request in scheduler.running)
 
-    def least_busy(self, requests: Iterable[Request]) -> int:
-        """Return the group that has the fewest of ``requests``, and of several such groups the first."""
-        return self.by_load(requests)[0]
-
-    def by_load(self, requests: Iterable[Request]) -> list[int]:
-        """Return all groups in ascending order of how many of ``requests`` they have."""
-        load = [0] * len(self.groups)
-        for request in requests:
-            load[request.group] += 1
-        return sorted(range(len(load)), key=load.__getitem__)
-
-    def reserve(self, request: Request, *, needs_row: bool) -> bool:
-        """Reserve pages for a request in its group, see :meth:`Scheduler.reserve`."""
-        return self._of(request).reserve(request, needs_row=needs_row)
-
-    def free_reserved(self, request: Request) -> None:
-        """Free the reserved pages of a request in its group, see :meth:`Scheduler.free_reserved`."""
-        self._of(request).free_reserved(request)
-
-    def add(self, request: Request) -> None:
-        """Queue ``request`` in the scheduler of its data-parallel group."""
-        self._of(request).add(request)
-
-    def drop_waiting(self, request: Request) -> None:
-        """Remove ``request`` from its group's queue, if it is queued."""
-        self._of(request).drop_waiting(request)
-
     def next_batch(self) -> Batch | None:
         """Return the batch of this rank's group, which may be idle; None if no group has work.
 
@@ -117,10 +99,6 @@ class GroupScheduler:
             scheduler.handle_landed(group_batch, ())
         report_accepted(self._draft_length, batch, accepted)
 
-    def register(self, request: Request, filled: int) -> None:
-        """Register the request's full pages in its group's prefix cache, see :meth:`Scheduler.register`."""
-        self._of(request).register(request, filled)
-
     def retire(self) -> None:
         """Free rows and pages of finished requests in every group, see :meth:`Scheduler.retire`."""
         for scheduler in self.groups:
@@ -130,17 +108,6 @@ class GroupScheduler:
         """Call :meth:`Scheduler.undo_batches` of every group with its part of ``batches``."""
         for index, scheduler in enumerate(self.groups):
             scheduler.undo_batches([batch.group_batches[index] for batch in batches], corrupted=corrupted)
-
-    def max_accepted(self, batch: Batch) -> tuple[int, ...]:
-        """Return :meth:`Scheduler.max_accepted`, which is equal in all groups."""
-        return self.groups[0].max_accepted(batch)
-
-    def max_pages(self, tokens: int) -> int:
-        """Return :meth:`Scheduler.max_pages`, which is equal in all groups."""
-        return self.groups[0].max_pages(tokens)
-
-    def _of(self, request: Request) -> Scheduler:
-        return self.groups[request.group]
 
     def _choose_length(self) -> int:
         """Return the draft length of the next iteration: the longest length if a request samples, because its tokens depend

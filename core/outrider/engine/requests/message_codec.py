@@ -57,14 +57,14 @@ _DTYPES = {
 
 
 class MessageError(OutriderError):
-    """A value that a message can't hold, or plain data that isn't a message. The text has the path of the wrong field."""
+    """A value that a message can't hold, or plain data that isn't a message. The text has the path of the wrong field, which
+    grows towards the outermost field while the error passes.
+    """
 
+    path = ""
 
-class _WrongFieldError(Exception):
-    """Raised for a message with a wrong value. The path of the value grows towards the outermost field."""
-
-    def __init__(self, problem: str) -> None:
-        self.problem, self.path = problem, ""
+    def __str__(self) -> str:
+        return f"record{self.path} {self.args[0]}"
 
 
 def to_plain(value: object, kind: Any, blobs: Blobs = None) -> Any:
@@ -72,10 +72,7 @@ def to_plain(value: object, kind: Any, blobs: Blobs = None) -> Any:
 
     The bytes of tensors are appended to ``blobs``. Without ``blobs``, they are part of the result.
     """
-    try:
-        return _writer(kind)(value, blobs)
-    except _WrongFieldError as error:
-        raise MessageError(f"record{error.path} {error.problem}") from error.__cause__
+    return _writer(kind)(value, blobs)
 
 
 def from_plain(plain: Any, kind: Any, blobs: Sequence[bytes] = ()) -> Any:
@@ -84,10 +81,7 @@ def from_plain(plain: Any, kind: Any, blobs: Sequence[bytes] = ()) -> Any:
     Raises :class:`MessageError` for unknown or missing fields and wrong types. Its cause is the error of a class that refuses
     the values of its fields.
     """
-    try:
-        return _reader(kind)(plain, blobs)
-    except _WrongFieldError as error:
-        raise MessageError(f"record{error.path} of a record {error.problem}") from error.__cause__
+    return _reader(kind)(plain, blobs)
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
@@ -185,7 +179,7 @@ def _format_of(value: Any, formats: Sequence[_FieldFormat], kind: Any) -> _Field
             return each
         if each.accepts is int and hasattr(value, "__index__") and not isinstance(value, bool | Tensor):
             return each
-    raise _WrongFieldError(f"is {shown(value)}, which a message can't hold; expected {_type_names(kind)}")
+    raise MessageError(f"is {shown(value)}, which a message can't hold; expected {_type_names(kind)}")
 
 
 @cache
@@ -199,11 +193,11 @@ def _reader(kind: Any) -> Read:
     def read(plain: Any, blobs: Sequence[bytes]) -> Any:
         found = by_type.get(type(plain))
         if found is None:
-            raise _WrongFieldError(f"is {shown(plain)}; expected {_type_names(kind)}")
+            raise MessageError(f"is {shown(plain)}; expected {_type_names(kind)}")
         for convert in found[:-1]:
             try:
                 return plain if convert is None else convert(plain, blobs)
-            except _WrongFieldError:
+            except MessageError:
                 continue
         return plain if found[-1] is None else found[-1](plain, blobs)
 
@@ -223,7 +217,7 @@ def _convert_part(step: str | int, convert: Callable[[Any, Any], Any], part: Any
     """Convert one part of a value. ``step`` is the name or the index of the part, for the path of an error."""
     try:
         return convert(part, blobs)
-    except _WrongFieldError as error:
+    except MessageError as error:
         error.path = (f".{step}" if isinstance(step, str) else f"[{step}]") + error.path
         raise
 
@@ -243,12 +237,12 @@ def _record_format(kind: Any) -> _FieldFormat:
             plain = dict(zip(readers, plain, strict=True))
         for defect, names in (("unknown", plain.keys() - readers.keys()), ("missing", readers.keys() - plain.keys())):
             if names:
-                raise _WrongFieldError(f"is wrong: {kind.__name__} has {defect} fields: {shown(sorted(names))}")
+                raise MessageError(f"is wrong: {kind.__name__} has {defect} fields: {shown(sorted(names))}")
         values = {name: _convert_part(name, convert, plain[name], blobs) for name, convert in readers.items()}
         try:
             return kind(**values)
         except (OutriderError, TypeError, ValueError) as error:
-            raise _WrongFieldError(f"isn't a {kind.__name__}: {error}") from error
+            raise MessageError(f"isn't a {kind.__name__}: {error}") from error
 
     return _FieldFormat(kind, (list if is_array else dict,), write, read)
 
@@ -270,7 +264,7 @@ def _named_records_format(classes: Mapping[str, Any]) -> _FieldFormat:
     def read(plain: Any, blobs: Sequence[bytes]) -> Any:
         name = next(iter(plain), "")
         if len(plain) != 1 or name not in classes:
-            raise _WrongFieldError(f"is {shown(plain)}; expected one of {', '.join(classes)}")
+            raise MessageError(f"is {shown(plain)}; expected one of {', '.join(classes)}")
         return _convert_part(name, _reader(classes[name]), plain[name], blobs)
 
     return _FieldFormat(tuple(classes.values()), (dict,), write, read)
@@ -302,7 +296,7 @@ def _sequence_format(kind: Any) -> _FieldFormat:
 
 def _check_count(items: Sequence[Any], count: int) -> None:
     if len(items) != count:
-        raise _WrongFieldError(f"has {len(items)} items; expected {count}")
+        raise MessageError(f"has {len(items)} items; expected {count}")
 
 
 def _mapping_format(kind: Any) -> _FieldFormat:
@@ -331,14 +325,14 @@ def _read_float(plain: Any, blobs: Sequence[bytes]) -> Any:
         return float(plain[_FLOAT])
     # json.loads returns inf for 1e999, which is valid JSON.
     if isinstance(plain, dict) or not math.isfinite(plain):
-        raise _WrongFieldError(f"is {shown(plain)}; expected float")
+        raise MessageError(f"is {shown(plain)}; expected float")
     return plain
 
 
 def _one_of(words: Sequence[str]) -> Callable[[Any, Any], str]:
     def check(value: Any, _: Any) -> str:
         if value not in words:
-            raise _WrongFieldError(f"is {shown(value)}; expected one of {', '.join(map(repr, words))}")
+            raise MessageError(f"is {shown(value)}; expected one of {', '.join(map(repr, words))}")
         return str(value)
 
     return check
@@ -349,7 +343,7 @@ def _member_of(kind: type[Enum]) -> Read:
         try:
             return kind(plain)
         except ValueError as error:
-            raise _WrongFieldError(f"is {shown(plain)}; expected {kind.__name__}") from error
+            raise MessageError(f"is {shown(plain)}; expected {kind.__name__}") from error
 
     return read
 
@@ -374,7 +368,7 @@ def _read_tensor(plain: Any, blobs: Sequence[bytes]) -> Tensor:
         if math.prod(shape) * dtype.itemsize != len(data):
             raise ValueError(f"a tensor of shape {shape} came with {len(data)} bytes")
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise _WrongFieldError(f"isn't a Tensor: {type(error).__name__}: {error}") from None
+        raise MessageError(f"isn't a Tensor: {type(error).__name__}: {error}") from None
     tensor = torch.empty(shape, dtype=dtype)
     if data:
         tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -385,4 +379,4 @@ def _decoded(text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise _WrongFieldError(f"can't be read: {error}; expected base64") from None
+        raise MessageError(f"can't be read: {error}; expected base64") from None

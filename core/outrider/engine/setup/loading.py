@@ -26,6 +26,7 @@ from outrider.model import (
     Tokenizer,
     VisionTower,
     check_draft_kind,
+    check_quantized_mode,
     check_same_tokens,
     checkpoint_dtype,
     find_checkpoint,
@@ -116,7 +117,7 @@ def load_checkpoint(
     builders |= plugin_builders(speculate, other_builders=builders)
     check_draft_settings(speculate, backend, loading.draft_weights, loading.draft_vocabulary)
     vocabulary = None if loading.draft_vocabulary is None else DraftVocabulary.load(loading.draft_vocabulary)
-    mode = QuantizedMode.from_name(loading.quantized)
+    mode = check_quantized_mode(loading.quantized)
     tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
     if tokenizer is not None and draft_dir is not None:
         check_same_tokens(tokenizer, draft_dir)
@@ -248,10 +249,10 @@ def _quantized_choices(model: LanguageModel, mode: QuantizedMode, directory: Pat
     """
     if not isinstance(model, Decoder):
         return ()
-    if mode is QuantizedMode.DEQUANTIZE:
+    if mode == "dequantize":
         found = read_quantization(directory, mode=mode)
         plain = f"weights of {found.method} are plain now, and activations stay as they are" if found is not None else ""
-        return (Choice("quantized", mode.value, f"as asked: {plain}"),) if plain else ()
+        return (Choice("quantized", mode, f"as asked: {plain}"),) if plain else ()
     products = quantized_products(model.weights)
     if not products:
         return ()

@@ -6,54 +6,23 @@ checkpoint in the page cache are several times as fast.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, Event, PinnedBuffer, Stream
-from outrider.model.checkpoint.pieces import TensorSlice
+from outrider.model.checkpoint.files import Extent
 from outrider.model.checkpoint.reading import wrap_read_errors
 
 _MAX_READ_THREADS = 8
 _MAX_PINNED_BUFFERS = 16
 _CHUNK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Location of a tensor's values in a file: contiguous, or a range of columns with a constant row pitch."""
-
-    path: Path
-    """The tensor file."""
-    offset: int
-    """Position of the first value in the file, in bytes."""
-    dtype: torch.dtype
-    """Dtype of the values in the file."""
-    contiguous_values: int = 0
-    """Number of contiguous values in each row of a column range. 0 if all values are contiguous."""
-    row_pitch_values: int = 0
-    """Distance between the starts of two rows of a column range, in values. 0 if all values are contiguous."""
-
-    def sliced(self, shape: tuple[int, ...], tensor_slice: TensorSlice | None) -> Extent:
-        """Return the extent of ``tensor_slice`` of this tensor, which has the whole ``shape``."""
-        if tensor_slice is None:
-            return self
-        columns = math.prod(shape[1:]) if tensor_slice.dim == 0 and tensor_slice.matrix is None else shape[-1]
-        if tensor_slice.dim == 0:
-            first = tensor_slice.start if tensor_slice.matrix is None else tensor_slice.matrix * shape[1] + tensor_slice.start
-            return replace(self, offset=self.offset + first * columns * self.dtype.itemsize)
-        offset = self.offset + tensor_slice.start * self.dtype.itemsize
-        return replace(
-            self, offset=offset, contiguous_values=tensor_slice.stop - tensor_slice.start, row_pitch_values=columns
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,119 @@
-"""The tensor files of a checkpoint, whatever their format.
+"""The tensor files of a checkpoint, whatever their format, and the model's weights that are stacked from their tensors.
 
 Tensors are read one at a time, or in bulk from their extents (:mod:`outrider.model.checkpoint.bulk`).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.bulk import Extent
-from outrider.model.checkpoint.pieces import TensorSlice
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A range ``start`` to ``stop`` (exclusive) of the rows (``dim`` 0) or columns (``dim`` 1) of a matrix or of stacked
+    matrices.
+    """
+
+    dim: int
+    start: int
+    stop: int
+    matrix: int | None = None
+    """Index of the matrix whose rows are read from a stack. None for a single matrix, or for columns of all matrices."""
+
+    def slices(self, dimensions: int) -> tuple[slice, ...]:
+        """Return the slice as an index into a tensor with ``dimensions`` dimensions. The result keeps all dimensions."""
+        rows_or_columns = slice(self.start, self.stop)
+        if self.matrix is not None:
+            return slice(self.matrix, self.matrix + 1), rows_or_columns
+        return (rows_or_columns,) if self.dim == 0 else (*[slice(None)] * (dimensions - 1), rows_or_columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of the checkpoint, or a slice of one, from which a weight of the model is concatenated."""
+
+    key: str
+    """Name of the tensor in the checkpoint."""
+    shape: tuple[int, ...]
+    """Shape that the tensor must have in the checkpoint."""
+    tensor_slice: TensorSlice | None = None
+    """The slice of the tensor that is read; None reads the whole tensor."""
+    stack: bool = False
+    """True if the tensor is a stack of matrices whose rows are read as one matrix."""
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """Shape of the values that are read: that of the slice, with a stack as one matrix."""
+        shape, cut = list(self.shape), self.tensor_slice
+        if self.stack:
+            shape = [shape[1] if cut is not None and cut.matrix is not None else shape[0] * shape[1], shape[2]]
+        if cut is not None:
+            shape[cut.dim] = cut.stop - cut.start
+        return tuple(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A weight of the model, concatenated along its rows from pieces of the checkpoint."""
+
+    name: str
+    """Name of the weight in the model."""
+    pieces: tuple[Piece, ...]
+    """Tensors that are concatenated along the rows, in this order."""
+    padding: int = 0
+    """Number of zero rows after the last piece."""
+    wide: bool = False
+    """True for a weight that is loaded in float32 if the model's dtype is narrower."""
+    offset: float = 0.0
+    """Number that is added to the stored values in float32. Only for ``wide`` weights."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the concatenated weight, padding included."""
+        rows = sum(piece.read_shape[0] for piece in self.pieces) + self.padding
+        return (rows, *self.pieces[0].read_shape[1:])
+
 
 GGUF_LIST = "gguf.json"
 """File of an unpacked GGUF checkpoint that lists the GGUF files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Location of a tensor's values in a file: contiguous, or a range of columns with a constant row pitch."""
+
+    path: Path
+    """The tensor file."""
+    offset: int
+    """Position of the first value in the file, in bytes."""
+    dtype: torch.dtype
+    """Dtype of the values in the file."""
+    contiguous_values: int = 0
+    """Number of contiguous values in each row of a column range. 0 if all values are contiguous."""
+    row_pitch_values: int = 0
+    """Distance between the starts of two rows of a column range, in values. 0 if all values are contiguous."""
+
+    def sliced(self, shape: tuple[int, ...], tensor_slice: TensorSlice | None) -> Extent:
+        """Return the extent of ``tensor_slice`` of this tensor, which has the whole ``shape``."""
+        if tensor_slice is None:
+            return self
+        columns = math.prod(shape[1:]) if tensor_slice.dim == 0 and tensor_slice.matrix is None else shape[-1]
+        if tensor_slice.dim == 0:
+            first = tensor_slice.start if tensor_slice.matrix is None else tensor_slice.matrix * shape[1] + tensor_slice.start
+            return replace(self, offset=self.offset + first * columns * self.dtype.itemsize)
+        offset = self.offset + tensor_slice.start * self.dtype.itemsize
+        return replace(
+            self, offset=offset, contiguous_values=tensor_slice.stop - tensor_slice.start, row_pitch_values=columns
+        )
 
 
 class TensorFile(ABC):

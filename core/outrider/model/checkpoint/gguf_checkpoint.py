@@ -29,8 +29,7 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.bulk import Extent
-from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, TensorFile
+from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, Extent, TensorFile, TensorSlice
 from outrider.model.checkpoint.gguf_config import (
     Convert,
     GgufMetadata,
@@ -39,7 +38,6 @@ from outrider.model.checkpoint.gguf_config import (
     model_config,
     without_one,
 )
-from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.checkpoint.reading import read_json, regular_size, wrap_read_errors
 
 _UNPACKED_FORMAT = 1

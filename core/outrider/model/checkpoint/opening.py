@@ -18,10 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.bulk import Extent
-from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, TensorFile
+from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, Extent, TensorFile, TensorSlice
 from outrider.model.checkpoint.gguf_checkpoint import open_gguf
-from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.checkpoint.reading import (
     EXPECTED_CHECKPOINT,
     JSON_LIMIT,

@@ -17,8 +17,8 @@ from torch import Tensor
 from outrider.device import HeadNorms, ResidualStream, RotaryArgs
 from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.files import Piece, Target
 from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
-from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead

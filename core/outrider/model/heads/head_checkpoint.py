@@ -13,12 +13,11 @@ from torch import Tensor
 
 from outrider.device import Backend, Weight
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import CheckpointFiles
+from outrider.model.checkpoint.files import CheckpointFiles, Target
+from outrider.model.checkpoint.loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.checkpoint.mapping import MTP_PREFIXES, SINGLE_RANK, is_mtp_tensor, mtp_format
 from outrider.model.checkpoint.opening import open_checkpoint
-from outrider.model.checkpoint.pieces import Target
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
-from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
@@ -208,7 +207,7 @@ def open_head(
     backend: Backend,
     dtype: torch.dtype,
     progress: Progress | None = None,
-    quantized: QuantizedMode = QuantizedMode.KERNELS,
+    quantized: QuantizedMode = "kernels",
     rounding: str | None = None,
 ) -> HeadCheckpoint:
     """Open the checkpoint ``directory`` of a head for ``target``, for the loader of its kind. Arguments and errors follow

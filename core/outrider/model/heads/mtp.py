@@ -19,9 +19,16 @@ from torch import Tensor
 from outrider.device import ResidualStream
 from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.expert_mapping import expert_targets
-from outrider.model.checkpoint.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights, offset_norms
-from outrider.model.checkpoint.pieces import Piece, Target
+from outrider.model.checkpoint.files import Piece, Target
+from outrider.model.checkpoint.mapping import (
+    SINGLE_RANK,
+    expert_targets,
+    is_model,
+    is_mtp_tensor,
+    layer_targets,
+    layer_weights,
+    offset_norms,
+)
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import MAX_LAYERS, is_whole
 from outrider.model.config.layer_configs import HYBRID_FAMILIES

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from outrider.device import Backend, ConfigError
 from outrider.errors import CheckpointError
+from outrider.model.checkpoint.files import Piece, Target
+from outrider.model.checkpoint.loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.checkpoint.mapping import vision_name
 from outrider.model.checkpoint.opening import open_checkpoint
-from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
-from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.config.checkpoint_config import hf_config, read_model_config
 from outrider.model.config.model_config import ModelConfig
-from outrider.model.media.mrope import MediaGrid
-from outrider.model.media.preprocessing import Media
-from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.media.preprocessing import Media, MediaGrid
+from outrider.model.quantization import read_quantization
 
 
 class VisionTower:
@@ -80,7 +79,7 @@ def load_vision(
             shapes = {name: tuple(tensor.shape) for name, tensor in _build(config.family, vision).state_dict().items()}
     names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
     targets = [Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()]
-    quantization = read_quantization(directory, mode=QuantizedMode.DEQUANTIZE)
+    quantization = read_quantization(directory, mode="dequantize")
     optional = {key for key in files.tensors if vision_name(key) is None}
     check_tensors(files, targets, optional=optional, quantization=quantization)
     with loading_stream(backend, dtype) as stream:

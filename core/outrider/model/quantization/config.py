@@ -20,7 +20,7 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
 from outrider.model.config.config_fields import is_whole
 from outrider.model.quantization.cache import KEY, MODELOPT_KEY
-from outrider.model.quantization.loading import Quantization, QuantizedMode
+from outrider.model.quantization.loading import Quantization, check_quantized_mode
 from outrider.model.quantization.storages import (
     COMPRESSED_STORAGES,
     AwqStorage,
@@ -104,13 +104,13 @@ _MAX_GROUP_SIZE = 1 << 20
 _INSTEAD = "take the checkpoint in another of these formats, or the plain one (outrider quantize makes quantised ones of it)"
 
 
-def read_quantization(directory: Path, *, mode: str = QuantizedMode.KERNELS) -> Quantization | None:
+def read_quantization(directory: Path, *, mode: str = "kernels") -> Quantization | None:
     """Parse the quantization config of ``directory``. Return None if there is none.
 
     Raises :class:`CheckpointError` with the name of an unsupported method or scheme, and :class:`ConfigError` for an unknown
     mode.
     """
-    mode = QuantizedMode.from_name(mode)  # callers may pass the name as a string
+    checked_mode = check_quantized_mode(mode)
     path, config = _read_quantization_config(directory)
     if config is None:
         return None
@@ -127,7 +127,7 @@ def read_quantization(directory: Path, *, mode: str = QuantizedMode.KERNELS) -> 
             path=path,
             method=method,
             scheme=_METHODS[method]({**config, KEY: None}),
-            mode=mode,
+            mode=checked_mode,
             cache=cache,
             weights=method != "compressed-tensors" or bool(config.get("config_groups")),
         )

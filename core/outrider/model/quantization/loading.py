@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
-from outrider.device.kernels.reference.quantized import dequantize
+from outrider.device.kernels.reference.model import dequantize
 from outrider.device.kernels.weight_formats import widen_scales
 from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import CheckpointFiles
-from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
+from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorSlice
 from outrider.model.checkpoint.reading import wrap_read_errors
 from outrider.model.quantization.cache import read_scale_strategy
-from outrider.model.quantization.storages import FLOATS, ActOrderError, Scheme, repeat_rows
+from outrider.model.quantization.storages import FLOATS, Scheme, repeat_rows
 
 # -- exact changes of the layout: values are repacked and scales are repeated ------------------------------------------
 
@@ -152,26 +150,20 @@ _WEIGHT = ".weight"
 _EMBEDDING = "embed_tokens.weight"
 
 
-QuantizedName = Literal["kernels", "reference", "dequantize"]
-"""The names of :class:`QuantizedMode`'s members, as settings spell them."""
+QuantizedMode = Literal["kernels", "reference", "dequantize"]
+"""The way in which quantized weights are loaded and multiplied.
+
+- ``kernels``: keep the weights quantized. A format that the backend doesn't declare is an error.
+- ``reference``: keep the weights quantized, and use the slow torch reference for formats that the backend doesn't declare.
+- ``dequantize``: convert the weights to the model's dtype at load time. Activations are then not quantized.
+"""
 
 
-class QuantizedMode(StrEnum):
-    """The way in which quantized weights are loaded and multiplied."""
-
-    KERNELS = "kernels"
-    """Keep the weights quantized. A format that the backend doesn't declare is an error."""
-    REFERENCE = "reference"
-    """Keep the weights quantized, and use the slow torch reference for formats that the backend doesn't declare."""
-    DEQUANTIZE = "dequantize"
-    """Convert the weights to the model's dtype at load time. Activations are then not quantized."""
-
-    @classmethod
-    def from_name(cls, value: str) -> QuantizedMode:
-        """Return the mode called ``value``. Raises :class:`ConfigError` for an unknown name."""
-        if value not in set(cls):
-            raise ConfigError(f"quantized is {value!r}, expected one of {', '.join(cls)}")
-        return cls(value)
+def check_quantized_mode(value: str) -> QuantizedMode:
+    """Return ``value``, which must be a mode. Raises :class:`ConfigError` for an unknown name."""
+    if value not in get_args(QuantizedMode):
+        raise ConfigError(f"quantized is {value!r}, expected one of {', '.join(get_args(QuantizedMode))}")
+    return cast("QuantizedMode", value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +268,7 @@ class Quantization:
                 f"{self.path}: says that weights are quantised ({self.method}), but no weight is stored quantised in "
                 f"{files.origin}; remove what it says, if they're meant to be plain"
             )
-        if self.mode is not QuantizedMode.KERNELS:
+        if self.mode != "kernels":
             return
         missing = sorted(formats - backend.capabilities.quantized_formats)
         if missing:
@@ -309,7 +301,7 @@ class Quantization:
                 if piece.key not in read:
                     read[piece.key] = self._read(files, piece, scheme)
                 part = slice_weight(read[piece.key], piece.tensor_slice)
-                if self.mode is QuantizedMode.DEQUANTIZE:
+                if self.mode == "dequantize":
                     part = _dequantized(part, dtype)
             joined.append(part)
             done(piece.key)
@@ -327,13 +319,8 @@ class Quantization:
         keys = {each.suffix: each.key(module, files.tensors) for each in scheme.stored(shape)}
         tensors = {suffix: files.read_stored(key) for suffix, key in keys.items() if key in files.tensors}
         try:
-            grouped = self.mode is not QuantizedMode.DEQUANTIZE
+            grouped = self.mode != "dequantize"
             return scheme.storage.read(scheme.format, shape, tensors, grouped=grouped)
-        except ActOrderError as error:
-            raise CheckpointError(
-                f"{files.origin}: tensor {module}.{error}; products with such a weight aren't supported; load it as a plain "
-                "weight with --quantized dequantize"
-            ) from error
         except ConfigError as error:
             raise CheckpointError(f"{files.origin}: tensors of {module}: {error}") from error
 

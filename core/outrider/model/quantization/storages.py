@@ -46,10 +46,6 @@ _AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position of each column among the nibbles of an AWQ word."""
 
 
-class ActOrderError(ConfigError):
-    """The columns of a weight are assigned to groups in another order than they are stored."""
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor that stores part of a module's weight."""
@@ -82,9 +78,9 @@ class Storage(ABC):
     ) -> QuantizedWeight:
         """Return the weight on the host that a module's ``tensors``, by the suffix of their names, store.
 
-        ``grouped`` requires that the columns of each group are contiguous, and raises :class:`ActOrderError` otherwise.
-        Without it, such a weight gets one scale per column, which is exact but needs more memory than the weight. Raises
-        :class:`ConfigError` for contradictory contents.
+        ``grouped`` requires that the columns of each group are contiguous. Without it, a weight with other columns gets one
+        scale per column, which is exact but needs more memory than the weight. Raises :class:`ConfigError` for such a weight
+        with ``grouped``, and for contradictory contents.
         """
 
 
@@ -259,8 +255,7 @@ class GptqStorage(Storage):
         """Return the weight on the host, transposed to [out, in], with one scale per column if ``g_idx`` reorders the columns
         and ``grouped`` is False.
 
-        Raises :class:`ConfigError` if ``g_idx`` names groups without a scale, and :class:`ActOrderError` if it reorders
-        columns that must stay grouped.
+        Raises :class:`ConfigError` if ``g_idx`` names groups without a scale, or reorders columns that must stay grouped.
         """
         out_features, in_features = shape
         block = format.block_of(shape)
@@ -275,8 +270,9 @@ class GptqStorage(Storage):
                 )
             if not torch.equal(groups, torch.arange(in_features) // block[1]):
                 if grouped:
-                    raise ActOrderError(
-                        "g_idx assigns columns to groups in another order than they lie in (act-order, desc_act)"
+                    raise ConfigError(
+                        "g_idx assigns columns to groups in another order than they lie in (act-order, desc_act); products "
+                        "with such a weight aren't supported; load it as a plain weight with --quantized dequantize"
                     )
                 scales, block = scales.index_select(1, groups), (1, 1)
                 zeros = None if zeros is None else zeros.index_select(1, groups)

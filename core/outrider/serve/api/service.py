@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 
+from outrider.engine.requests.request import StepOutput
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
 from outrider.errors import BusyError, RequestError
 from outrider.model import Tokenizer
@@ -84,7 +85,7 @@ class ChoiceText:
         self.finish_reason: str | None = None
         """Finish reason of the outputs that have arrived, which :meth:`add` may not have decoded yet."""
 
-    def add(self, output: SampleOutput) -> ChoiceDelta:
+    def add(self, output: StepOutput) -> ChoiceDelta:
         """Decode the tokens of ``output`` and return the new text.
 
         The text of a token that ends inside a character is part of a later delta. The last output flushes the decoder.
@@ -100,7 +101,7 @@ class ChoiceText:
         if output.finish_reason is not None and (self._has_pieces or not self._text_from_engine):
             rest = decoder.flush()
             pieces = [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
-        text = (output.text or "") if self._text_from_engine else "".join(pieces)
+        text = (output.searched_text or "") if self._text_from_engine else "".join(pieces)
         delta = ChoiceDelta(
             self.index, text, output.tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed
         )
@@ -441,13 +442,13 @@ class Generation:
         num_running = len(self._choices)
         while num_running:
             try:
-                outputs = await self._inbox.receive_outputs()
+                received = await self._inbox.receive_outputs()
             except Exception as error:
                 raise _client_error(error) from error
             now = time.perf_counter()
             deltas: list[ChoiceDelta] = []
-            choices = [self._count(output, now) for output in outputs]  # all, before one raises
-            for choice, output in zip(choices, outputs, strict=True):
+            choices = [self._count(event, now) for event in received]  # all, before one raises
+            for choice, (_, _, output) in zip(choices, received, strict=True):
                 if output.busy:
                     raise _overloaded(str(output.error))
                 if output.refused:
@@ -467,9 +468,10 @@ class Generation:
             self.reasoning_tokens += count if len(message) == 1 else min(count, len(tokenizer.encode(reasoning)))
         return message
 
-    def _count(self, output: SampleOutput, now: float) -> ChoiceText:
+    def _count(self, event: SampleOutput, now: float) -> ChoiceText:
         """Count the tokens of an output that has arrived, and return its choice."""
-        choice, metrics = self._choices[output.key, output.sample], self._service.metrics
+        key, sample, output = event
+        choice, metrics = self._choices[key, sample], self._service.metrics
         choice.finish_reason = output.finish_reason
         if output.tokens:
             if self.first_token_s is None:
@@ -482,7 +484,7 @@ class Generation:
             self.output_tokens += len(output.tokens)
             self.accepted_draft_tokens += output.drafted
             self.proposed_draft_tokens += output.proposed
-            if output.sample == 0 and output.key in self._first_keys:
+            if sample == 0 and key in self._first_keys:
                 self.cached_tokens += output.cached
         return choice
 
@@ -512,8 +514,8 @@ class Generation:
         service = self._service
         service._open.discard(self)
         aborted = service.engine.abort(self._inbox)
-        for output in self._inbox.pop_outputs():  # that no reader has received
-            self._count(output, time.perf_counter())
+        for event in self._inbox.pop_outputs():  # that no reader has received
+            self._count(event, time.perf_counter())
         service.metrics.count_aborted(aborted)
         self._record()
         self.log_fields |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}

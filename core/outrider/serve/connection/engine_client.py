@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from outrider.device import OutriderError
@@ -49,8 +49,8 @@ class Inbox:
         self._waiting_for_admission: set[int] = set()
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
-        self.keys: set[int] = set()
-        """Keys of the requests that haven't ended."""
+        self.num_running: dict[int, int] = {}
+        """Number of samples that haven't ended, by the key of each request that hasn't ended."""
 
     async def wait_until_admitted(self) -> None:
         """Wait until the engine has accepted every request. Raises :class:`RequestError` if the engine refuses one."""
@@ -81,8 +81,8 @@ class Inbox:
         self._changed.clear()
         await self._changed.wait()
 
-    def _expect(self, key: int) -> None:
-        self.keys.add(key)
+    def _expect(self, key: int, samples: int) -> None:
+        self.num_running[key] = samples
         self._waiting_for_admission.add(key)
 
     def _queue_output(self, output: SampleOutput) -> None:
@@ -94,13 +94,6 @@ class Inbox:
         self._changed.set()
 
 
-@dataclass(slots=True)
-class _OpenRequest:
-    inbox: Inbox
-    num_running: int
-    """Number of samples that haven't ended."""
-
-
 class EngineClient(ABC):
     """A client of an engine that runs in another thread or process.
 
@@ -109,7 +102,8 @@ class EngineClient(ABC):
 
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
-        self._open: dict[int, _OpenRequest] = {}
+        self._open: dict[int, Inbox] = {}
+        """The inbox of each request that hasn't ended, by key."""
         self._num_samples = 0
         self._next_key = 1
         self._ready: asyncio.Future[EngineInfo] | None = None
@@ -172,20 +166,20 @@ class EngineClient(ABC):
             raise self.error
         key = self._next_key
         self._next_key += 1
-        self._open[key] = _OpenRequest(inbox, params.n)
+        self._open[key] = inbox
         self._num_samples += params.n
-        inbox._expect(key)
+        inbox._expect(key, params.n)
         self._send(SubmitRequest(key, tokens, params, priority, media))
         return key
 
     def abort(self, inbox: Inbox) -> int:
         """Abort the open requests of ``inbox``, which gets no output from now on. Returns the number of aborted samples."""
-        aborted = 0
-        for key in list(inbox.keys):
-            aborted += self._open.pop(key).num_running
+        aborted = sum(inbox.num_running.values())
+        for key in inbox.num_running:
+            del self._open[key]
             if self.error is None:
                 self._send(AbortRequest(key))
-        inbox.keys.clear()
+        inbox.num_running.clear()
         self._num_samples -= aborted
         return aborted
 
@@ -200,13 +194,11 @@ class EngineClient(ABC):
             match event:
                 case RequestAdmitted(key):
                     if key in self._open:
-                        self._open[key].inbox._admit(key)
+                        self._open[key]._admit(key)
                 case RequestRefused(key, message, busy):
                     if key in self._open:
-                        refused = self._open.pop(key)
-                        self._num_samples -= refused.num_running
-                        inbox = refused.inbox
-                        inbox.keys.discard(key)
+                        inbox = self._open.pop(key)
+                        self._num_samples -= inbox.num_running.pop(key)
                         inbox.fail(BusyError(message) if busy else RequestError(message))
                 case EngineSnapshot():
                     self.snapshot = event
@@ -216,17 +208,17 @@ class EngineClient(ABC):
                 case EngineFailed(message):
                     self._end_open_requests(EngineGone(message))
 
-    def _deliver(self, output: SampleOutput) -> None:
-        request = self._open.get(output.key)
-        if request is None:  # the server has aborted the request
+    def _deliver(self, event: SampleOutput) -> None:
+        key = event.key
+        inbox = self._open.get(key)
+        if inbox is None:  # the server has aborted the request
             return
-        if output.finish_reason is not None:
-            request.num_running -= 1
+        if event.output.finish_reason is not None:
+            inbox.num_running[key] -= 1
             self._num_samples -= 1
-            if request.num_running == 0:
-                del self._open[output.key]
-                request.inbox.keys.discard(output.key)
-        request.inbox._queue_output(output)
+            if inbox.num_running[key] == 0:
+                del self._open[key], inbox.num_running[key]
+        inbox._queue_output(event)
 
     def _end_open_requests(self, error: EngineGone, *, expected: bool = False) -> None:
         """Record that the engine has ended, and make the callers of all open requests raise ``error``.
@@ -238,8 +230,8 @@ class EngineClient(ABC):
         self.error = error
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
-        for request in self._open.values():
-            request.inbox.fail(error)
+        for inbox in self._open.values():
+            inbox.fail(error)
         if not expected:
             for listener in self._listeners:
                 listener(error)
@@ -320,7 +312,7 @@ class DecodeServers(EngineClient):
             return None
         if output.finish_reason is not None:
             del self._sample_of[output.request_id]
-        return SampleOutput.from_step(*place, output)
+        return SampleOutput(*place, output)
 
 
 def _info(statuses: Sequence[Mapping[str, Any]]) -> EngineInfo:

@@ -16,7 +16,7 @@ from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.engine import Engine
 from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.requests.message_codec import from_plain, to_plain
-from outrider.engine.requests.request import StepOutput
+from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
 from outrider.model import Media
 
@@ -60,28 +60,11 @@ class RequestRefused(NamedTuple):
 
 
 class SampleOutput(NamedTuple):
-    """Event: new tokens of one sample of a request, from a :class:`~outrider.engine.requests.request.StepOutput`."""
+    """Event: new tokens of one sample of a request. Its text stays in the engine, but for a request with stop strings."""
 
     key: int
     sample: int
-    tokens: tuple[int, ...]
-    finish_reason: str | None
-    logprobs: tuple[TokenLogprobs, ...]
-    text: str | None
-    error: str | None
-    drafted: int
-    proposed: int
-    refused: bool = False
-    cached: int = 0
-    stopped_by: str | int | None = None
-    busy: bool = False
-
-    @classmethod
-    def from_step(cls, key: int, sample: int, output: StepOutput) -> SampleOutput:
-        """Return the event for an engine's output of one sample."""
-        reason = None if output.finish_reason is None else str(output.finish_reason)
-        details = (output.logprobs, output.searched_text, output.error, output.drafted, output.proposed, output.refused)
-        return cls(key, sample, output.tokens, reason, *details, output.cached, output.stopped_by, output.busy)
+    output: StepOutput
 
 
 class EngineSnapshot(NamedTuple):
@@ -160,14 +143,20 @@ def encode_messages(messages: Sequence[_EngineMessage]) -> bytes:
     An output is a flat list, without the codec: it is by far the most frequent message.
     """
     blobs: list[bytes] = []
-    items: list[Any] = []
-    for each in messages:
-        if type(each) is SampleOutput:
-            entries = [(entry.token, entry.logprob, entry.top) for entry in each.logprobs] if each.logprobs else ()
-            items.append([*each[:4], entries, *each[5:]])
-        else:
-            items.append(to_plain(each, _EngineMessage, blobs))
+    items = [
+        _flat(each.key, each.sample, each.output) if type(each) is SampleOutput else to_plain(each, _EngineMessage, blobs)
+        for each in messages
+    ]
     return WireMessage("messages", {"items": items}, tuple(blobs)).encode()
+
+
+def _flat(key: int, sample: int, output: StepOutput) -> list[Any]:
+    """Return an output as a list. Most outputs are neither the first nor the last of their sample, and have five items."""
+    flat: list[Any] = [key, sample, output.tokens, output.drafted, output.proposed]
+    if output.finish_reason is not None or output.cached or output.logprobs or output.searched_text is not None:
+        flat += output.finish_reason, [(entry.token, entry.logprob, entry.top) for entry in output.logprobs]
+        flat += output.searched_text, output.error, output.refused, output.busy, output.cached, output.stopped_by
+    return flat
 
 
 def decode_messages(frame: WireMessage) -> list[Any]:
@@ -175,9 +164,12 @@ def decode_messages(frame: WireMessage) -> list[Any]:
     messages = []
     for plain in frame.body["items"]:
         if type(plain) is list:
-            key, sample, tokens, reason, entries, *details = plain
-            logprobs = tuple(TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries)
-            messages.append(SampleOutput(key, sample, tuple(tokens), reason, logprobs, *details))
+            key, sample, tokens, drafted, proposed, *others = plain
+            reason, entries, text, error, *flags = others or (None, (), None, None)
+            finish_reason = None if reason is None else FinishReason(reason)
+            logprobs = tuple([TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries])
+            output = StepOutput(key, tuple(tokens), finish_reason, logprobs, text, error, drafted, proposed, *flags)
+            messages.append(SampleOutput(key, sample, output))
         else:
             messages.append(from_plain(plain, _EngineMessage, frame.blobs))
     return messages

@@ -144,7 +144,7 @@ class EngineLoop:
             running.remove(output.request_id)
             if not running:
                 del self._request_ids[key]
-        self._events.append(SampleOutput.from_step(key, sample, output))
+        self._events.append(SampleOutput(key, sample, output))
 
     def _stop(self) -> None:
         """Abort all requests, wait until the device is idle, and send the last events."""
@@ -222,13 +222,14 @@ _EXIT_TIMEOUT_S = 10.0
 """Seconds that a child process has to exit after it was told to end. Then it is killed."""
 
 
-class EngineProcess(EngineClient):
+class EngineProcess(EngineClient, asyncio.Protocol):
     """A client that runs the engine in a child process, whose children run the other ones of ``tensor`` x ``data`` ranks. All
     end when this process ends, even if it is killed.
 
     ``make`` is pickled, and loads the engine of a rank, as for :func:`~outrider.cli.options.rank_processes.first_rank`.
     ``expert``: the ranks divide a mixture's experts. The children ignore SIGINT and SIGTERM, which a terminal sends to the
-    whole process group: only :meth:`close` ends them.
+    whole process group: only :meth:`close` ends them. The client is the asyncio protocol of the server's end of the socket
+    pair.
     """
 
     def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False) -> None:
@@ -236,6 +237,7 @@ class EngineProcess(EngineClient):
         super().__init__()
         self._open_engine = functools.partial(first_rank, make, tensor, data, expert=expert)
         self._first = ChildRanks(first=0)
+        self._frames = MessageDecoder(_MAX_FRAME_BYTES)
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Task[None] | None = None
 
@@ -266,14 +268,21 @@ class EngineProcess(EngineClient):
         self._first.processes.append(start_call(call, pass_fds=(descriptor,)))
         child_end.close()
         server_end.setblocking(False)
-        transport, _ = await asyncio.get_running_loop().create_connection(lambda: _EventProtocol(self), sock=server_end)
+        transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=server_end)
         self._transport = transport
 
     def _send(self, command: EngineCommand) -> None:
         assert self._transport is not None
         self._transport.write(encode_messages([command]))
 
-    def _handle_disconnect(self) -> None:
+    def data_received(self, data: bytes) -> None:
+        """Handle the events of the child's complete frames. Called by asyncio."""
+        for frame in self._frames.feed(data):
+            self._handle(decode_messages(frame))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the child's exit. Called by asyncio."""
+        del exc
         if self.error is None:
             self._waiting = asyncio.get_running_loop().create_task(self._report_exit())
 
@@ -284,24 +293,6 @@ class EngineProcess(EngineClient):
         code = process.returncode
         how = "hung up" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._end_open_requests(EngineGone(f"the engine's process {how}"))
-
-
-class _EventProtocol(asyncio.Protocol):
-    """The server's end of the socket pair: an asyncio protocol that decodes the child's frames and passes the events to the
-    client.
-    """
-
-    def __init__(self, client: EngineProcess) -> None:
-        self._client = client
-        self._frames = MessageDecoder(_MAX_FRAME_BYTES)
-
-    def data_received(self, data: bytes) -> None:
-        for frame in self._frames.feed(data):
-            self._client._handle(decode_messages(frame))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        del exc
-        self._client._handle_disconnect()
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------

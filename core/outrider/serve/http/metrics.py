@@ -60,15 +60,11 @@ ALIASES = (
 
 
 class AliasedRegistry(CollectorRegistry):
-    """A view of a registry that has each metric also under its other names."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__()
-        self._source = registry
+    """A registry that has each metric also under its other names."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric of the registry, then its copies under other names."""
-        for metric in self._source.collect():
+        """Yield each metric, then its copies under other names."""
+        for metric in super().collect():
             yield metric
             for alias in ALIASES:
                 if alias.source == metric.name:
@@ -96,11 +92,14 @@ _LENGTH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 """Upper bounds of the histogram buckets: seconds of a request, seconds between tokens, tokens of a request."""
 
 
-class ServerMetrics:
-    """Counters and histograms of the server, and a collector that reads the snapshots of ``engine``."""
+class ServerMetrics(Collector):
+    """Counters and histograms of the server, and the metrics of ``engine``, which are collected from its latest snapshot.
+
+    Counting a draft costs two additions.
+    """
 
     def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = AliasedRegistry()
         self._model = config.names[0]
         self._time_to_first_token = self._histogram(
             "outrider_time_to_first_token_seconds",
@@ -132,8 +131,12 @@ class ServerMetrics:
         )
         labels = ["model_name", "route", "status"]
         self._requests = Counter("outrider_http_requests", "HTTP responses; status 0: none.", labels, registry=registry)
-        self._engine = _EngineCollector(engine, self._model)
-        registry.register(self._engine)
+        self._engine = engine
+        self._proposed = [0] * (engine.info.draft_tokens + 1)
+        """Number of drafts by the number of their tokens."""
+        self._accepted = list(self._proposed)
+        """Number of drafts by the number of their accepted tokens."""
+        registry.register(self)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(self._model)
@@ -150,8 +153,8 @@ class ServerMetrics:
         if seconds is not None and tokens:
             self._inter_token.observe(seconds / tokens)
         if proposed:
-            self._engine.proposed[proposed] += 1
-            self._engine.accepted[drafted] += 1
+            self._proposed[proposed] += 1
+            self._accepted[drafted] += 1
 
     def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int) -> None:
         """Record the time and the lengths of a request all of whose choices have ended without an error."""
@@ -179,19 +182,7 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
-        return generate_latest(AliasedRegistry(self.registry))
-
-
-class _EngineCollector(Collector):
-    """A collector that counts drafts and reads the engine's latest snapshot. Counting a draft costs two additions."""
-
-    def __init__(self, engine: EngineClient, model: str) -> None:
-        self._engine = engine
-        self._model = model
-        self.proposed = [0] * (engine.info.draft_tokens + 1)
-        """Number of drafts by the number of their tokens."""
-        self.accepted = list(self.proposed)
-        """Number of drafts by the number of their accepted tokens."""
+        return generate_latest(self.registry)
 
     def describe(self) -> Iterator[Metric]:
         """Return no metric: the set of metrics depends on whether the engine has sent a snapshot."""
@@ -201,9 +192,9 @@ class _EngineCollector(Collector):
         """Yield the number of drafts (all, and by position those with a token there and those accepted up to it) and the
         engine's metrics. Before the first snapshot, the only one of these is ``outrider_up``.
         """
-        yield self._metric(CounterMetricFamily, "outrider_drafts", "Drafts that were verified.", sum(self.proposed))
-        yield self._by_position("outrider_drafted_tokens", "Drafts that had a token at this position.", self.proposed)
-        yield self._by_position("outrider_accepted_tokens", "Drafts that were accepted up to this position.", self.accepted)
+        yield self._metric(CounterMetricFamily, "outrider_drafts", "Drafts that were verified.", sum(self._proposed))
+        yield self._by_position("outrider_drafted_tokens", "Drafts that had a token at this position.", self._proposed)
+        yield self._by_position("outrider_accepted_tokens", "Drafts that were accepted up to this position.", self._accepted)
         up = float(self._engine.error is None)
         yield self._metric(GaugeMetricFamily, "outrider_up", "1 while the engine runs, 0 once it is gone.", up)
         snapshot, info = self._engine.snapshot, self._engine.info

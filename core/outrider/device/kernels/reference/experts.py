@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider.device.kernels.reference.model import silu_mul
-from outrider.device.kernels.reference.quantized import dequantize, quantize_activations
+from outrider.device.kernels.reference.model import dequantize, quantize_activations, silu_mul
 
 _MAX_GATHERED_BYTES = 64 << 20
 """Maximum number of bytes of weights that are copied at a time; the weights of one expert are always copied."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.operators import check_copy, define_operator, expect
-from outrider.device.kernels.reference import bookkeeping, experts, model, quantized, recurrent, shaping
+from outrider.device.kernels.reference import bookkeeping, experts, model, recurrent, shaping
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
@@ -95,7 +95,7 @@ def _multiplied(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 _define(
     "linear_quantized",
-    quantized.linear_quantized,
+    model.linear_quantized,
     lambda x, data, scales, zero_points, input_scale, bias, format, block, shape, *rest: _multiplied(x, shape),
 )
 _define("rms_norm", model.rms_norm, lambda x, weight, eps: _normed(x, weight))
