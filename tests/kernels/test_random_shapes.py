@@ -333,6 +333,13 @@ FOUND = (
         narrow=False,
         batches=(1, 2),
     ),
+    example(
+        device="MI300X",
+        model=Model(form="fp8-tensor", hidden=320, inner=1728, routed=None, kv_heads=2, group=3, size=16, vocabulary=32001),
+        drafted=1,
+        narrow=True,
+        batches=(120, 28),
+    ),
 )
 models = st.builds(
     Model,
