@@ -307,9 +307,8 @@ def attended(kernels, output, gates, batch, width):
     attended_mlp(kernels, q, *caches, metadata, output, None, residual, norm, 1e-5, gates, None, output, None, scale=0.1)
 
 
-def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched, kernels, monkeypatch):
+def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched, kernels):
     """In digits for few tokens, in planes for more; by kernels of their own where attention isn't split."""
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has no such product
     four, there = WeightFormat(elements=INT4, columns=128), torch.device("cpu")
     output, gates = (four.random_weight(n, HEADS * SIZE, device=there) for n in (HIDDEN, 2 * INNER))
     names = {"join_splits", "paged_attention_ring", "lay_in_planes", "streamed_planes", "linear_planes"}
@@ -325,8 +324,7 @@ def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched
 
 
 @pytest.fixture
-def four_bits(monkeypatch):
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has no such product
+def four_bits():
     way, shapes = WeightFormat(elements=INT4, columns=128), {"down": (HIDDEN, INNER), "turned": (TURNED, HIDDEN)}
     return {name: way.random_weight(*shape, device=torch.device("cpu")) for name, shape in shapes.items()}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from outrider.device import (
 )
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.device.kernels.weights import linear
+from outrider.model.checkpoint.pieces import TensorSlice
+from outrider.model.quantization.loading import slice_weight
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized.plan import plan
@@ -44,7 +47,7 @@ from outrider_triton.tiles.selection import TileSelection
 
 META = torch.device("meta")
 TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 127, 128, 129, 255, 256, 257, 313, 314, 511, 512, 513, 1024, 4096, 8192, 16384)
-PAGE, CAPACITY, VOCABULARY, CHUNK = 16, 4096, 32000, 512
+PAGE, CAPACITY, CHUNK = 16, 4096, 512
 STREAMED_ALONE = ("linear_rope", "linear_silu_mul")
 """Operators of quantised weights that have only streamed kernels: their callers use two kernels without a configuration."""
 
@@ -179,12 +182,25 @@ class Model:
     dtype: torch.dtype = torch.bfloat16
     head_norms: bool = False
     bias: bool = False
+    vocabulary: int = 32000
+    tied: bool = False
+    """True if the output head is the table of embeddings, which isn't quantised."""
+    shard: tuple[int, int] = (0, 1)
+    """Rank and number of ranks that divide the heads, the inner size and the vocabulary; these are one rank's."""
 
     def empty(self, *shape):
         return torch.empty(shape, dtype=self.dtype, device=META)
 
-    def weight(self, rows, columns):
-        return weight(self.form, rows, columns, self.dtype)
+    def weight(self, *shape, dim=None):
+        """This rank's rows (``dim`` 0) or columns (1) of a weight, or a whole one."""
+        if dim is None or self.form is None:
+            return weight(self.form, *shape, self.dtype)
+        (rank, ranks), share = self.shard, shape[dim]
+        whole = self.weight(*(size * (ranks if each == dim else 1) for each, size in enumerate(shape)))
+        return slice_weight(whole, TensorSlice(dim, rank * share, (rank + 1) * share))
+
+    def head(self):
+        return self.empty(self.vocabulary, self.hidden) if self.tied else self.weight(self.vocabulary, self.hidden, dim=0)
 
     def layer(self):
         rows, columns = (self.group + 2) * self.kv_heads * self.size, self.group * self.kv_heads * self.size
@@ -192,19 +208,21 @@ class Model:
         options = {"norm": self.empty(self.hidden), "eps": 1e-5}
         yield AttentionBlock(
             **options,
-            qkv=self.weight(rows, self.hidden),
-            output=self.weight(self.hidden, columns),
+            qkv=self.weight(rows, self.hidden, dim=0),
+            output=self.weight(self.hidden, columns, dim=1),
             scale=0.1,
             qkv_bias=self.empty(rows) if self.bias else None,
             head_norms=norms,
         )
         if self.routed is None:
-            yield MlpBlock(
-                **options, gate_up=self.weight(2 * self.inner, self.hidden), down=self.weight(self.hidden, self.inner)
-            )
+            gate_up, down = self.weight(2 * self.inner, self.hidden, dim=0), self.weight(self.hidden, self.inner, dim=1)
+            yield MlpBlock(**options, gate_up=gate_up, down=down)
             return
         count, chosen = self.routed
-        stacks = self.weight(count * 2 * self.inner, self.hidden), self.weight(count * self.hidden, self.inner)
+        stacks = (
+            self.weight(count * 2 * self.inner, self.hidden, dim=0),
+            self.weight(count * self.hidden, self.inner, dim=1),
+        )
         if self.form is None:
             stacks = stacks[0].view(count, -1, self.hidden), stacks[1].view(count, -1, self.inner)
         router = self.empty(count, self.hidden)
@@ -242,7 +260,7 @@ def forward(kernels, model, blocks, caches, batch, queries, *, prefill):
     rows = stream.norm(blocks[0].norm, 1e-5)
     linear(kernels, rows[:batch] if prefill else rows, blocks[2])
     if not prefill:
-        table = model.empty(VOCABULARY, model.hidden)
+        table = model.empty(model.vocabulary, model.hidden)
         kernels.fuse_embedding(torch.empty(tokens, dtype=torch.int64, device=META), table, rows, blocks[3])
 
 
@@ -276,7 +294,7 @@ def warm_up_asks_for_every_kernel(asked, device, model, drafted, narrow, batches
     """A warm-up has prompts of two lengths, and iterations of one request."""
     kernels = TritonKernels(DEVICES[device])
     kernels.attention.prompts.measure = kernels.attention.prompts._call_own_candidates
-    blocks = *model.layer(), model.weight(VOCABULARY, model.hidden), model.weight(model.hidden, 2 * model.hidden)
+    blocks = *model.layer(), model.head(), model.weight(model.hidden, 2 * model.hidden)
     # A draft's cache is in its own dtype.
     caches = [model.cache(torch.float8_e4m3fn if narrow and kernels.cache_formats else model.dtype), model.cache(model.dtype)]
     asked.clear()
@@ -293,42 +311,64 @@ def warm_up_asks_for_every_kernel(asked, device, model, drafted, narrow, batches
 
 
 HEADS = {"kv_heads": 2, "group": 4, "size": 128}
-test_warm_up_asks_for_every_kernel, test_warm_up_asks_for_every_kernel_of_many = some_and_many(
-    warm_up_asks_for_every_kernel,
-    lambda test: example(
+FOUND = (
+    example(
         device="A100",
         model=Model(form=None, hidden=2048, inner=1408, routed=(60, 4), **HEADS),
         drafted=0,
         narrow=False,
         batches=(3, 9, 14, 15),
-    )(
-        example(
-            device="H200",
-            model=Model(form="int8", hidden=512, inner=96, routed=(512, 10), **HEADS),
-            drafted=0,
-            narrow=True,
-            batches=(2, 3, 5, 200),
-        )(
-            given(
-                device=st.sampled_from(tuple(DEVICES)),
-                model=st.builds(
-                    Model,
-                    form=formats,
-                    hidden=st.integers(1, 40).map(lambda count: 128 * count),
-                    inner=inner_sizes,
-                    routed=st.one_of(st.none(), experts),
-                    kv_heads=st.sampled_from((1, 2, 4, 8)),
-                    group=st.integers(1, 8),
-                    size=st.sampled_from((64, 80, 96, 128, 192, 256)),
-                    dtype=st.sampled_from((torch.bfloat16, torch.float16)),
-                    head_norms=st.booleans(),
-                    bias=st.booleans(),
-                ),
-                drafted=st.sampled_from((0, 1, 3, 7)),
-                narrow=st.booleans(),
-                batches=st.lists(st.integers(1, 256), min_size=2, max_size=3),
-            )(test)
-        )
+    ),
+    example(
+        device="H200",
+        model=Model(form="int8", hidden=512, inner=96, routed=(512, 10), **HEADS),
+        drafted=0,
+        narrow=True,
+        batches=(2, 3, 5, 200),
+    ),
+    example(
+        device="H100",
+        model=Model(form="int4", hidden=128, inner=48, routed=None, kv_heads=1, group=1, size=64),
+        drafted=0,
+        narrow=False,
+        batches=(1, 2),
+    ),
+    example(
+        device="MI300X",
+        model=Model(form="fp8-tensor", hidden=320, inner=1728, routed=None, kv_heads=2, group=3, size=16, vocabulary=32001),
+        drafted=1,
+        narrow=True,
+        batches=(120, 28),
+    ),
+)
+models = st.builds(
+    Model,
+    form=formats,
+    hidden=st.one_of(st.sampled_from((64, 320, 576, 896, 960)), st.integers(1, 40).map(lambda count: 128 * count)),
+    inner=st.one_of(inner_sizes, st.sampled_from((8, 24, 341, 1365, 1728, 2240, 4304, 4864, 6912))),
+    routed=st.one_of(st.none(), experts),
+    kv_heads=st.sampled_from((1, 2, 3, 4, 5, 8, 16)),
+    group=st.integers(1, 8),
+    size=st.sampled_from((16, 32, 64, 80, 96, 128, 192, 256)),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16)),
+    head_norms=st.booleans(),
+    bias=st.booleans(),
+    vocabulary=st.sampled_from((512, 32000, 32001, 37984, 49155, 128256, 151936, 262144)),
+    tied=st.booleans(),
+    shard=st.sampled_from(((0, 1), (0, 2), (1, 2), (1, 4), (2, 4))),
+).filter(lambda model: model.inner % 8 == 0 or model.form is None or not WEIGHT_FORMATS[model.form].is_grouped)
+test_warm_up_asks_for_every_kernel, test_warm_up_asks_for_every_kernel_of_many = some_and_many(
+    warm_up_asks_for_every_kernel,
+    lambda test: reduce(
+        lambda made, found: found(made),
+        FOUND,
+        given(
+            device=st.sampled_from(tuple(DEVICES)),
+            model=models,
+            drafted=st.sampled_from((0, 1, 3, 7)),
+            narrow=st.booleans(),
+            batches=st.lists(st.integers(1, 256), min_size=2, max_size=3),
+        )(test),
     ),
     some=1,
     many=100,

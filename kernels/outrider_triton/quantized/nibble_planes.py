@@ -13,6 +13,7 @@ from outrider.device.kernels.operators import expect
 from outrider_triton.launch import define, launch
 from outrider_triton.products import streamed
 from outrider_triton.quantized.jit import nibble_planes, nibble_planes_gated, nibble_planes_streamed
+from outrider_triton.quantized.plan import can_stream_nibbles
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 
 NIBBLE_PLANES, INT8_COMPONENTS = 1, 2
@@ -188,7 +189,7 @@ def _linear_planes(
     product = torch.empty((tiling.split, m, n), dtype=torch.float32 if tiling.split > 1 else laid or x.dtype, device=x.device)
     if tiling.descriptor == STREAMED:
         expect(
-            zero_points is None and (mode, columns, block[0]) == ("block", nibble_planes.UNIT_COLUMNS.value, 1) and asm,
+            can_stream_nibbles(mode, block, zero_points),
             lambda: f"a streamed product with scales of {tuple(block)}: expected rows of groups of 128, without zero points",
         )
         components, grains = component_views(flat.contiguous(), k)

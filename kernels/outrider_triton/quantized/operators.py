@@ -114,13 +114,13 @@ def _whole_or_parts(product: Tensor, bias: Tensor | None, x: Tensor, dtype: torc
 
 def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
     """Return the sum of ``parts`` [split, T, N] and ``bias`` in ``dtype``, shaped like a product of ``x``."""
-    split, _, n = parts.shape
+    split, m, n = parts.shape
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
     block = 512
     launch(
         quantized.add_parts,
         (triton.cdiv(out.numel(), block),),
-        *(parts, bias, out, out.numel(), n),
+        *(parts, bias, out, m, n),
         PARTS=split,
         BLOCK=block,
         pdl=pdl,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from outrider.device import QuantizedWeight
 from outrider_triton.launch import power_of_two
@@ -96,7 +98,7 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
         and weight.data.data_ptr() % 4 == 0
     )
     in_planes = in_planes and weight.activations is None
-    ring = in_planes and not zeros and mode == "block" and weight.block == (1, UNIT_COLUMNS.value)
+    ring = in_planes and can_stream_nibbles(mode, weight.block, weight.zero_points)
     by_piece = mode == "block" and columns == group == UNIT_COLUMNS.value and weight.scales.shape[1] == k // columns
     by_row = mode == "row" and not group
     ring = ring or (native and registered.streams_rows and (by_row or by_piece) and k % UNIT_COLUMNS.value == 0)
@@ -106,6 +108,11 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
     shares = by_block and ring and weight.shape[0] % UNIT_COLUMNS.value == 0
     by_block = by_block and _library_scales_blocks(facts, weight)
     return ProductPlan(mode, native, columns, at_once, in_planes, by_block, ring, shares)
+
+
+def can_stream_nibbles(mode: str, block: Sequence[int], zero_points: Tensor | None) -> bool:
+    """Return True if a streamed kernel takes the scales of nibbles: one per row and unit of columns, without zero points."""
+    return zero_points is None and mode == "block" and tuple(block) == (1, UNIT_COLUMNS.value)
 
 
 def _library_scales_blocks(facts: DeviceFacts, weight: QuantizedWeight) -> bool:

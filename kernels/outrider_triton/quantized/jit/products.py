@@ -329,12 +329,11 @@ def linear_quantized(
     tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])
 
 
-@triton.jit
-def add_parts(parts, bias, out, size, n, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Add PARTS ``parts`` and ``bias [n]`` into ``out [m, n]``, which has ``size`` elements; one program per BLOCK
-    elements.
-    """
+@triton.jit(do_not_specialize=["m"])
+def add_parts(parts, bias, out, m, n, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Add PARTS ``parts`` and ``bias [n]`` into ``out [m, n]``; one program per BLOCK elements."""
     begin(PDL)
+    size = m * n  # a multiple of 16 if n is, which m must not decide: each number of tokens would need a variant
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < size
     total = tl.zeros([BLOCK], dtype=tl.float32)
