@@ -52,14 +52,20 @@ def test_trace_gives_what_was_recorded_and_the_scripts_exit_code(outrider, scrip
     [
         (("--out", "/proc/x/t.json"), "--out is '/proc/x/t.json'; nothing can be written in '/proc/x'"),
         (("--picture", "/proc/x/t.svg"), "--picture is '/proc/x/t.svg'; nothing can be written in '/proc/x'"),
-        (("--out", "t.html"), "t.html would get the timeline and the picture"),
+        (("--picture", "t.png"), "--picture is 't.png'; expected a file that ends in .svg or .html"),
+        (("--out", "t.html"), "the picture next to --out is 't.html', another file of this command"),
+        (("--out", "x/t.svg", "--picture", "t.svg"), "--picture is 't.svg', another file of this command"),
+        (("--out", "runs.py"), "--out is 'runs.py', another file of this command"),
+        (("--out", "./runs.py"), "--out is 'runs.py', another file of this command"),
     ],
 )
 def test_trace_looks_at_its_files_before_the_script_runs(outrider, script, given, said, tmp_path):
     name = script(f"open({str(tmp_path / 'ran')!r}, 'w')", "runs")
+    (tmp_path / "x").symlink_to(tmp_path)
     result = outrider("trace", "--backend", "sim", *given, "--", f"{name}.py")
     assert result.code == 2
     assert said in result.err
+    assert (tmp_path / f"{name}.py").read_text().startswith("\nimport os")
     assert not (tmp_path / "ran").exists()
 
 
