@@ -173,3 +173,12 @@ def test_explore_says_that_the_module_ended(outrider, tmp_path, monkeypatch):
     result = outrider("explore", "ends_at_import:program", "--json")
     assert (result.code, result.json["error"]["type"]) == (1, "ConfigError")
     assert "importing 'ends_at_import' failed: SystemExit: 3" in result.json["error"]["message"]
+
+
+@pytest.mark.parametrize(("name", "said"), [(".", "script '.' isn't a file"), ("none.py", "script 'none.py' doesn't exist")])
+@pytest.mark.parametrize("command", ["sanitize", "trace"])
+def test_a_script_that_cannot_run_is_named(outrider, tmp_path, monkeypatch, command, name, said):
+    monkeypatch.chdir(tmp_path)
+    result = outrider(command, "--", name)
+    assert result.code == 2
+    assert said in result.err
