@@ -98,9 +98,8 @@ class CompletionWriter(ResponseWriter):
         return delta.finish_reason
 
     def _format_logprobs(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        start = len(self._echoed[deltas[0].index]) if self._echoed else 0
         entries = [entry for delta in deltas for entry in delta.logprobs]
-        return completion_logprobs(self._tokenizer, entries, [start + each for delta in deltas for each in delta.offsets])
+        return completion_logprobs(self._tokenizer, entries, [each for delta in deltas for each in delta.offsets])
 
     # -- one JSON object ---------------------------------------------------------------------------------------------
 
