@@ -154,3 +154,15 @@ def test_a_refused_client_cannot_send_forever(connection, monkeypatch):
     time.sleep(1)
     with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
         connection.sendall(b"x" * 50 * MIB)
+
+
+def test_a_refused_client_does_not_delay_the_end(server, monkeypatch):
+    made, protocols = LimitedHttpProtocol.connection_made, []
+    monkeypatch.setattr(LimitedHttpProtocol, "connection_made", lambda self, at: protocols.append(self) or made(self, at))
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nnonsense\r\n")
+        assert answered(connection) == (400, "invalid_http")
+        assert not server.call(lambda _: protocols[0].transport.is_closing())
+        server.call(lambda _: protocols[0].shutdown())
+        assert server.call(lambda _: protocols[0].transport.is_closing())

@@ -108,6 +108,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         cycles = (*self._cycles, self.cycle)
         self._cycles = [each for each in cycles if each is not None and not each.response_complete]
 
+    def shutdown(self) -> None:
+        """Close the connection once its response is complete."""
+        if self._discardable is None:
+            super().shutdown()
+        else:
+            self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """Send the error of the limits or of the parser in OpenAI's format."""
         self._refuse(self._refusal or ApiError(400, msg, code="invalid_http"))
