@@ -24,7 +24,7 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import power_of_two, vocabulary_shares
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig, bucket
-from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes
+from outrider_triton.tiles.derive.attention import AttentionHeads, fit_attention_tile
 from outrider_triton.tiles.derive.fits import OperandStorage, fold_factor
 from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.facts import DeviceFacts
@@ -212,9 +212,7 @@ class ExactKernels(TritonKernels, InvariantKernels):
         """Return rows of a tile, positions of a tile, and query heads of a key head."""
         group = q.shape[1] // k_cache.shape[2]
         heads = AttentionHeads(group=group, kv_heads=k_cache.shape[2], size=q.shape[2], bytes=q.dtype.itemsize)
-        rows, block_kv = max(_ROWS, power_of_two(group)), 64
-        while attention_bytes(self.facts, heads, rows, block_kv) > self.facts.shared_bytes and block_kv > 16:
-            block_kv //= 2
+        rows, block_kv = fit_attention_tile(self.facts, heads, max(_ROWS, power_of_two(group)), 64)
         return [rows, block_kv, group]
 
     # Quantised products, prefill of recurrent layers and sums over ranks have no exact kernel in Triton.

@@ -81,6 +81,16 @@ def test_a_prompt_may_be_as_long_as_the_models_context_lets_it(outrider, tmp_pat
     assert outrider("bench", "decode", *given, *few, "--json").json["results"][0]["iterations"] > 0
 
 
+@pytest.mark.parametrize(("context", "measured"), [(600, [512]), (40, [])])
+def test_default_prompt_lengths_are_those_that_fit(outrider, tmp_path, context, measured):
+    shape = checkpoint_config(replace(shape_config("tiny"), max_context=context), dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    given = ("--backend", "cpu", "--shape", str(tmp_path / "config.json"), "--repeat", "1", "--json")
+    result = outrider("bench", "prefill", *given)
+    assert [row["prompt_tokens"] for row in result.json.get("results", ())] == measured
+    assert ("--prompt-tokens 512 and the 8 tokens after them don't fit" in result.out) is (measured == [])
+
+
 @pytest.mark.parametrize(
     ("named", "bfloat16", "dtype", "why"),
     [

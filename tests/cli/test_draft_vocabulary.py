@@ -78,6 +78,7 @@ def test_an_engine_drafts_from_the_written_file(outrider, text, tmp_path):
         (1, ("raw", "--out", "x.json"), "isn't text in UTF-8"),
         (1, ("empty", "--out", "x.json"), "there is no token in"),
         (2, ("text.py", "--out", "x.txt"), "expected a file that ends in .json"),
+        (2, ("x.json", "--out", "./x.json"), "--out is 'x.json', another file of this command"),
         (2, ("text.py", "--out", "/nowhere/x.json"), "nothing can be written in '/nowhere'"),
         (2, ("text.py", "--out", "x.json", "--model", "nowhere"), "nowhere"),
     ],
@@ -86,7 +87,9 @@ def test_bad_input(outrider, text, tmp_path, code, arguments, message, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "raw").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty").touch()
+    if arguments[0] == "x.json":
+        (tmp_path / "x.json").write_text("text")
     result = outrider("draft-vocabulary", *arguments, "--size", "9")
     assert (result.code, result.out) == (code, "")
     assert message in result.err
-    assert not (tmp_path / "x.json").exists()
+    assert not (tmp_path / "x.json").exists() or (tmp_path / "x.json").read_text() == "text"

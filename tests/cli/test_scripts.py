@@ -52,14 +52,20 @@ def test_trace_gives_what_was_recorded_and_the_scripts_exit_code(outrider, scrip
     [
         (("--out", "/proc/x/t.json"), "--out is '/proc/x/t.json'; nothing can be written in '/proc/x'"),
         (("--picture", "/proc/x/t.svg"), "--picture is '/proc/x/t.svg'; nothing can be written in '/proc/x'"),
-        (("--out", "t.html"), "t.html would get the timeline and the picture"),
+        (("--picture", "t.png"), "--picture is 't.png'; expected a file that ends in .svg or .html"),
+        (("--out", "t.html"), "the picture next to --out is 't.html', another file of this command"),
+        (("--out", "x/t.svg", "--picture", "t.svg"), "--picture is 't.svg', another file of this command"),
+        (("--out", "runs.py"), "--out is 'runs.py', another file of this command"),
+        (("--out", "./runs.py"), "--out is 'runs.py', another file of this command"),
     ],
 )
 def test_trace_looks_at_its_files_before_the_script_runs(outrider, script, given, said, tmp_path):
     name = script(f"open({str(tmp_path / 'ran')!r}, 'w')", "runs")
+    (tmp_path / "x").symlink_to(tmp_path)
     result = outrider("trace", "--backend", "sim", *given, "--", f"{name}.py")
     assert result.code == 2
     assert said in result.err
+    assert (tmp_path / f"{name}.py").read_text().startswith("\nimport os")
     assert not (tmp_path / "ran").exists()
 
 
@@ -167,3 +173,12 @@ def test_explore_says_that_the_module_ended(outrider, tmp_path, monkeypatch):
     result = outrider("explore", "ends_at_import:program", "--json")
     assert (result.code, result.json["error"]["type"]) == (1, "ConfigError")
     assert "importing 'ends_at_import' failed: SystemExit: 3" in result.json["error"]["message"]
+
+
+@pytest.mark.parametrize(("name", "said"), [(".", "script '.' isn't a file"), ("none.py", "script 'none.py' doesn't exist")])
+@pytest.mark.parametrize("command", ["sanitize", "trace"])
+def test_a_script_that_cannot_run_is_named(outrider, tmp_path, monkeypatch, command, name, said):
+    monkeypatch.chdir(tmp_path)
+    result = outrider(command, "--", name)
+    assert result.code == 2
+    assert said in result.err

@@ -72,3 +72,8 @@ def test_what_still_has_work_makes_no_room(backend):
     queues[0].busy = False
     assert backend.create_stream("one more").native is queues[0]
     assert len(kept) == 6
+
+
+def test_a_device_for_which_torch_pins_no_memory_is_named(backend):
+    with pytest.raises(CapabilityError, match=r"torch pins no host memory for backend 'pooled'.* override _empty_pinned"):
+        backend.empty_pinned("results", (4,), torch.int64)

@@ -561,6 +561,21 @@ def test_a_guide_that_does_not_compile_is_an_error_of_the_request(cpu, engine, g
     assert engine.open_requests == before
 
 
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        ('root ::= . .. "!"', r"(?s).{3}!"),
+        ('root ::= "a.b" [.] .{2} # . or "\n', r"(?s)a\.b\..{2}"),
+        ('root ::= "\\"." [^\\].] .', r"(?s)\"\.[^\].]."),
+        ('root ::= a.b\na.b ::= "q"', "q"),
+    ],
+)
+def test_a_dot_of_a_grammar_is_any_character(engine, grammar, expected):
+    (out,) = engine.generate([[5]], SamplingParams(guide=Ebnf(grammar), temperature=1, max_tokens=40))
+    assert out.finish_reason == "stop"
+    assert re.fullmatch(expected, engine.tokenizer.decode(out.token_ids))
+
+
 def test_without_the_library_or_a_tokenizer_it_says_what_to_do(cpu, engine, monkeypatch):
     bare = Engine(cpu.target, cpu.backend, config=plain_config(dtype="float64", max_requests=1))
     with pytest.raises(ConfigError, match="without a tokenizer"):

@@ -7,7 +7,7 @@ from outrider import Engine, EngineConfig, SamplingParams
 from outrider.engine.requests.draft_length import FixedLength, LengthSchedule
 from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.request import Request
-from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
+from outrider.engine.requests.scheduler import MAX_PREFILL_SEQUENCES, Scheduler, SchedulerLimits
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS
@@ -41,6 +41,12 @@ def test_decoding_requests_come_first_and_prompts_fill_the_rest():
     add(made, 5, 8, first=6)
     for wanted in ([28], [28], [28], [28], [28], [28], [4, 8, 8, 8]):
         assert prompts(made.next_batch()) == wanted
+
+
+def test_an_iteration_prefills_at_most_as_many_prompts_as_kernels_are_compiled_for():
+    made = scheduler(rows=300, prefill_chunk=4096)
+    add(made, 300, 4)
+    assert [len(prompts(made.next_batch())) for _ in range(2)] == [MAX_PREFILL_SEQUENCES, 300 - MAX_PREFILL_SEQUENCES]
 
 
 def test_prompts_get_a_quarter_of_the_budget_at_least():

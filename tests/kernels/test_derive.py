@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import resources
 from math import ceil
@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from outrider.device import ConfigError
 from outrider.model.config.shapes import SHAPES, decoder_shape, shard_config
+from outrider_triton.exact import ExactKernels
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import has_kernel
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, AttentionConfig, MatmulConfig
@@ -152,6 +153,21 @@ def test_attention_fits_and_fills_the_device(device, bytes_of):
             filled = made.split * unsplit_programs(of, made.block_rows, batch, width) >= facts.processors
             assert filled or made.split == 32 or cached < 32768
             assert made.split * made.block_kv <= max(cached, made.block_kv)
+
+
+@pytest.mark.parametrize(
+    ("device", "group", "fits"),
+    [("RTX 3090", 32, True), ("RTX 3090", 64, False), ("MI300X", 64, True), ("MI300X", 128, False), ("H100", 128, True)],
+)
+@pytest.mark.parametrize("size", [192, 256])
+def test_heads_that_fit_no_tile_are_refused_before_the_launch(device, group, size, fits):
+    heads = AttentionHeads(group=group, kv_heads=1, size=size, bytes=4)
+    refused = nullcontext() if fits else pytest.raises(ConfigError, match=r"shared memory .* a dtype of 16 bits")
+    with refused:
+        derive_attention_launch(DEVICES[device], heads, batch=1, max_query=4, max_kv=512, tuned=None)
+    q, cache = torch.empty(4, group, size), torch.empty(2, 16, 1, size)
+    with refused:
+        ExactKernels(TritonKernels(DEVICES[device]))._attention_tiles(q, cache)
 
 
 def test_a_capacity_changes_no_share_of_a_short_context():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from transformers import AutoModelForCausalLM
 
 from model.cached_checkpoints import write_scales
@@ -224,6 +224,14 @@ def test_another_output_head_than_the_config_says(tmp_path, copy):
     rewrite(tmp_path, lambda state: state | {"lm_head.weight": table.clone() if copy else table.flip(0)})
     engine = check(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     assert engine.model.config.tie_embeddings is copy
+
+
+def test_a_tied_table_under_the_name_of_the_head(tmp_path):
+    """As ``safetensors.torch.save_model`` stores a model."""
+    model = write_checkpoint(tmp_path, "llama-tied")
+    save_model(model, str(tmp_path / "model.safetensors"))
+    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
+    check(tmp_path, model)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3"])

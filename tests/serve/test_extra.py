@@ -14,8 +14,10 @@ from outrider.device import ConfigError
 from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Tokenizer
 from outrider.serve import config
+from outrider.serve.api.service import TextOffsets, completion_logprobs
 from outrider.serve.command import _read_tool_format
 from outrider.serve.http import request_middleware
+from tiny_checkpoints import sentencepiece_tokenizer
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -108,15 +110,29 @@ def test_a_warning_is_a_line_of_the_log(monkeypatch, capsys):
     assert "FutureWarning: a library's word" in line["event"]
 
 
-def test_offsets_count_the_characters_that_begin_in_a_token(bundled_target):
-    from outrider.serve.api.service import completion_logprobs
+@pytest.mark.parametrize("data", ["é日🙂a".encode(), b"\x80\x80a", b"\xf0\x9fa\xe6b", b"\xff\xf0\x9f\x99\x82\xf0a"])
+def test_offsets_count_the_characters_before_a_token(bundled_target, data):
+    tokenizer = Tokenizer.from_checkpoint(bundled_target)
+    of_byte = {tokenizer.bytes_of(token): token for token in range(tokenizer.vocab_size)}
+    tokens = [of_byte[bytes([byte])] for byte in data]
+    tokens[2:2] = tokenizer.special_tokens  # without text
+    offsets = TextOffsets(tokenizer, [])
+    assert [offsets.add(token) for token in tokens] == [len(tokenizer.decode(tokens[:end])) for end in range(len(tokens))]
 
-    tokenizer, text = Tokenizer.from_checkpoint(bundled_target), "é日🙂a"
-    entries = [TokenLogprobs(token, float("-inf"), ()) for token in tokenizer.encode(text)]
-    logprobs, end = completion_logprobs(tokenizer, entries, 5)
-    assert end == 5 + len(text)
-    assert logprobs["text_offset"] == [5, 6, 6, 7, 7, 7, 8, 8, 8, 8]
-    json.dumps(logprobs, allow_nan=False)
+
+def test_offsets_after_a_run_of_bytes_count_the_text_of_the_run(tmp_path):
+    """Each byte of an invalid run is one character."""
+    sentencepiece_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_checkpoint(tmp_path)
+    tokens = [tokenizer.token_id(each) for each in ("▁a", "<0xF0>", "<0x9F>", "a", "<0xC3>", "<0xA9>", "a", "a")]
+    offsets = TextOffsets(tokenizer, [tokenizer.token_id("a")])
+    assert [offsets.add(token) for token in tokens] == [0, 2, 3, 4, 5, 6, 6, 7]
+
+
+def test_logprobs_of_impossible_tokens_are_json(bundled_target):
+    tokenizer = Tokenizer.from_checkpoint(bundled_target)
+    logprobs = completion_logprobs(tokenizer, [TokenLogprobs(5, float("-inf"), ((6, float("-inf")),))], [7])
+    assert json.loads(json.dumps(logprobs, allow_nan=False))["text_offset"] == [7]
 
 
 def test_an_empty_response_template_is_an_error(bundled_target):

@@ -3,6 +3,7 @@
 import json
 import socket
 import struct
+import time
 
 import pytest
 
@@ -112,3 +113,56 @@ def test_a_client_that_goes_away_after_a_pipelined_request_ends_the_running_one(
     connection.close()
     assert everything_is_back(server)
     assert metrics(http)['outrider_aborted_total{model_name="m"}'] == aborted + 1
+
+
+def test_a_client_of_http_1_0_gets_a_stream_up_to_the_end_of_the_connection(connection):
+    body = json.dumps({**ASKED, "stream": True, "max_tokens": 3}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    connection.sendall(head + body)
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    head, _, text = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert text.startswith(b"data: {")
+    assert text.endswith(b"data: [DONE]\n\n")
+    assert all(json.loads(event[6:]) for event in text.split(b"\n\n")[:-2])
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n", "request_too_large"),
+        (b"POST /v1/completions HTTP/1.0\r\ncontent-length: 99999999\r\n\r\n", "request_too_large"),
+        (b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5f5e100\r\n", "request_too_large"),
+        (b"GET /v1/models HTTP/1.1\r\nx: " + b"y" * 70_000 + b"\r\n\r\n", "headers_too_large"),
+    ],
+    ids=["length", "HTTP/1.0", "chunks", "headers"],
+)
+def test_a_client_that_sends_on_after_a_refusal_gets_the_refusal(connection, head, code):
+    connection.sendall(head)
+    for _ in range(10 if code == "headers_too_large" else 600):
+        connection.sendall(b"," * 65536)
+    assert answered(connection)[1] == code
+
+
+def test_a_refused_client_cannot_send_forever(connection, monkeypatch):
+    monkeypatch.setattr(LimitedHttpProtocol, "linger_s", 0.2)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n")
+    assert answered(connection) == (413, "request_too_large")
+    time.sleep(1)
+    with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
+        connection.sendall(b"x" * 50 * MIB)
+
+
+def test_a_refused_client_does_not_delay_the_end(server, monkeypatch):
+    made, protocols = LimitedHttpProtocol.connection_made, []
+    monkeypatch.setattr(LimitedHttpProtocol, "connection_made", lambda self, at: protocols.append(self) or made(self, at))
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nnonsense\r\n")
+        assert answered(connection) == (400, "invalid_http")
+        assert not server.call(lambda _: protocols[0].transport.is_closing())
+        server.call(lambda _: protocols[0].shutdown())
+        assert server.call(lambda _: protocols[0].transport.is_closing())

@@ -71,7 +71,8 @@ def script_path(script: Sequence[str], command: str) -> Path:
     """Return the file of ``script``, a path and arguments of ``command``. Raises :class:`UsageError` if it doesn't exist."""
     path = Path(script[0])
     if not path.is_file():
-        raise UsageError(f"script {script[0]!r} doesn't exist; usage: outrider {command} [--backend NAME] -- script.py args")
+        problem = "isn't a file" if path.exists() else "doesn't exist"
+        raise UsageError(f"script {script[0]!r} {problem}; usage: outrider {command} [--backend NAME] -- script.py args")
     return path
 
 

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import UsageError, number, option, output_file
-from outrider.cli.terminal.files import output_problem, write_whole
+from outrider.cli.options.option_values import UsageError, checking_options, number, option, output_file
+from outrider.cli.terminal.files import check_distinct, output_problem, write_whole
 from outrider.cli.terminal.report import CommandReport
 from outrider.registry import Registry
 from outrider_sanitizer.scripts import ScriptBackendOption, run_script, script_path, select_for_script
@@ -42,7 +42,7 @@ def trace(
         Path | None,
         option(
             "--picture",
-            value=output_file(),
+            value=output_file(".svg", ".html"),
             help="File for the picture: FILE.svg, or an HTML page. Default: --out with the ending .html.",
         ),
     ] = None,
@@ -56,8 +56,9 @@ def trace(
     """
     path = script_path(script, "trace")
     target = picture or out.with_suffix(".html")
-    if target == out:
-        raise UsageError(f"{out} would get the timeline and the picture; name another file for one, with --out or --picture")
+    with checking_options():
+        check_distinct("--out", out, [path])
+        check_distinct("--picture" if picture else "the picture next to --out", target, [path, out])
     if end is not None and end <= start:
         raise UsageError(f"--to is {end:g} and --from {start:g}; the picture ends after it starts")
     if picture is None and (problem := output_problem(target)):

@@ -222,7 +222,14 @@ class TorchDeviceBackend(Backend):
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            if self.translate_error(error, "pinning host memory") is not None:
+                raise
+            raise CapabilityError(
+                f"torch pins no host memory for {self.label}: {error} Set the right device type, or override _empty_pinned"
+            ) from error
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         return tensor.is_pinned()

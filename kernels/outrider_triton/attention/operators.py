@@ -120,7 +120,7 @@ define("paged_attention.triton", _paged_attention)
 
 
 ROW_ALIGNMENT: int = prefill.SPACE.value
-SEQUENCE_BOUNDS = (16, 256, 4096)
+SEQUENCE_BOUNDS = (16, 256)
 """Upper bounds of the number of sequences for which kernels are compiled."""
 
 

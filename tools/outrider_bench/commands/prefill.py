@@ -13,7 +13,7 @@ from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import option, whole
 from outrider.cli.terminal.report import CommandReport
 from outrider_bench.mixed_load import token_ids
-from outrider_bench.options import MeasuredEngineOptions, PlotOption, PromptLengthsOption, check_context, parse_sizes
+from outrider_bench.options import SIZES, MeasuredEngineOptions, PlotOption, check_context, parse_sizes
 from outrider_bench.plot import series_svg, write_plot
 
 if TYPE_CHECKING:
@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 
 _NEXT_TOKENS = 8
 """Number of new tokens of a request that continues to decode."""
+_DEFAULT_PROMPT_TOKENS = [512, 4096, 16384]
 
 
 @with_options
 def prefill(
     *,
-    prompt_tokens: PromptLengthsOption = "512,4096,16384",
+    prompt_tokens: Annotated[
+        str | None,
+        option(
+            "--prompt-tokens",
+            value=SIZES,
+            help="Prompt lengths in tokens. Default: 512,4096,16384, as far as they fit in the context.",
+        ),
+    ] = None,
     repeat: Annotated[int, option("--repeat", value=whole(1), help="Runs of each length; the figures are medians.")] = 5,
     options: MeasuredEngineOptions,
     plot: PlotOption = None,
@@ -41,13 +49,16 @@ def prefill(
     """
     from outrider.cli.terminal.torch_probe import require_torch
 
-    lengths = parse_sizes(prompt_tokens)
+    lengths = _DEFAULT_PROMPT_TOKENS if prompt_tokens is None else parse_sizes(prompt_tokens)
     require_torch()
     from outrider_bench.limits import quantized_weights
     from outrider_bench.rates import measure_rates
 
+    context = max(lengths) + _NEXT_TOKENS
+    engine, described = options.build_engine(requests=1, requests_origin="one prompt at a time", context=context)
+    if prompt_tokens is None:
+        lengths = [each for each in lengths if each + _NEXT_TOKENS <= engine.max_context] or lengths[:1]
     most = max(lengths)
-    engine, described = options.build_engine(requests=1, requests_origin="one prompt at a time", context=most + _NEXT_TOKENS)
     check_context(engine, f"--prompt-tokens {most} and the {_NEXT_TOKENS} tokens after them", most + _NEXT_TOKENS)
     rates = measure_rates(engine.backend, engine.model.dtype, weights=quantized_weights(engine))
     rows = [_row(engine, length, repeat, rates) for length in lengths]

@@ -29,7 +29,7 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
-from outrider.cli.terminal.files import check_directory, write_whole
+from outrider.cli.terminal.files import check_directory, check_distinct, write_whole
 from outrider.cli.terminal.report import CommandReport, Interrupted, show_progress
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import CapabilityError, ConfigError
@@ -149,6 +149,7 @@ def draft_vocabulary(
     """
     with checking_options():
         sizes = [_bytes_of(path) for path in texts]
+        check_distinct("--out", out, texts)
     require_torch()
     from outrider.model import Tokenizer
     from outrider.model.checkpoint.location import find_checkpoint

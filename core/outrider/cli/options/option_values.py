@@ -249,6 +249,6 @@ BackendOption = Annotated[
 ]
 
 
-def output_file(suffix: str | None = None) -> Value:
-    """Return the kind of value that accepts the path of a writable file whose name ends in ``suffix``."""
-    return Value("FILE", lambda given: output_problem(given, suffix))
+def output_file(*suffixes: str) -> Value:
+    """Return the kind of value that accepts the path of a writable file whose name ends in one of ``suffixes``, if any."""
+    return Value("FILE", lambda given: output_problem(given, *suffixes))

@@ -10,6 +10,7 @@ import socket
 import stat
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from outrider.device.errors import ConfigError
@@ -33,10 +34,18 @@ def check_directory(option: str, path: Path, *, make: bool = True) -> None:
         ) from None
 
 
-def output_problem(path: Path, suffix: str | None = None) -> str | None:
-    """Return why no file can be written at ``path``, or that its name doesn't end in ``suffix``; None: it can be written."""
-    if suffix is not None and path.suffix != suffix:
-        return f"expected a file that ends in {suffix}"
+def check_distinct(option: str, path: Path, others: Iterable[Path]) -> None:
+    """Raise :class:`ConfigError` if writing ``path``, which ``option`` named, would replace one of the files ``others``."""
+    if path.resolve() in {other.resolve() for other in others}:
+        raise ConfigError(f"{option} is {str(path)!r}, another file of this command; name a file of its own")
+
+
+def output_problem(path: Path, *suffixes: str) -> str | None:
+    """Return why no file can be written at ``path``, or that its name ends in none of ``suffixes``; None: it can be
+    written.
+    """
+    if suffixes and path.suffix not in suffixes:
+        return f"expected a file that ends in {' or '.join(suffixes)}"
     if path.is_dir():
         return "which is a directory; name a file"
     if path.is_symlink() or (path.exists() and not path.is_file()):  # a device, a pipe, or a link to something

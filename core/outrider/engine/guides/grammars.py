@@ -27,6 +27,9 @@ from outrider.engine.requests.sampling import SamplingParams, partial_match_leng
 from outrider.errors import BusyError, RequestError, one_line
 from outrider.model import Tokenizer
 
+_DOTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#.*|(?<![\w-])(?P<dots>\.+)(?![\w-])')
+"""Literals, character classes and comments of a grammar, and dots outside of them that are no part of a rule's name."""
+_ANY_CHARACTER = r"[\u0000-\U0010FFFF]"
 ALLOW_ALL_WORD = -1
 """A mask word that allows all of its 32 tokens."""
 MASK_TIME_LIMIT_S = 1.0
@@ -576,7 +579,9 @@ def _compile_guide(compiler: Any, guide: Guide) -> Any:
     if isinstance(guide, Regex):
         return compiler.compile_regex(guide.compiler_text)
     if isinstance(guide, Ebnf):
-        return compiler.compile_grammar(guide.grammar, root_rule_name=guide.root)
+        # xgrammar has no dot for any character, and takes it for the name of a rule.
+        grammar = _DOTS.sub(lambda match: _ANY_CHARACTER * len(match["dots"]) if match["dots"] else match[0], guide.grammar)
+        return compiler.compile_grammar(grammar, root_rule_name=guide.root)
     assert isinstance(guide, ChoiceGuide)
     return compiler.compile_grammar(guide.grammar)
 

@@ -12,6 +12,8 @@ from outrider.engine.requests.pages import DecodedState, FreeList, PageKey, Page
 from outrider.engine.requests.request import Request
 
 _GREEDY = BatchFeatures()
+MAX_PREFILL_SEQUENCES = 256
+"""Maximum number of prefill chunks in an iteration. The warm-up compiles kernels for so many sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,7 +419,7 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         budget = self._prefill_budget(decoding * width)
         for request in pending:
-            if budget == 0:
+            if budget == 0 or len(chunks) == MAX_PREFILL_SEQUENCES:
                 break
             end = min(len(request.context), request.prefilled + budget)
             if self.pages.checkpoints is not None:

@@ -158,7 +158,10 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     """
     stem = decoder_stem(present)
     vocabulary, hidden = config.vocab_size, config.hidden_size
-    targets = [table_target("embedding", f"{stem}embed_tokens.weight", vocabulary, hidden, shards)]
+    embedding, head = f"{stem}embed_tokens.weight", "lm_head.weight"
+    if config.tie_embeddings and embedding not in present and head in present:
+        embedding = head  # safetensors.torch.save_model stores a shared tensor once, under the first of its sorted names
+    targets = [table_target("embedding", embedding, vocabulary, hidden, shards)]
     for index in range(config.num_layers):
         prefix, mixture = f"{stem}layers.{index}", config.has_experts(index)
         attends = index in config.attention_layers
@@ -169,7 +172,7 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
             targets += expert_targets(config, prefix, f"layers.{index}", present, shards)
     targets.append(Target("norm", (Piece(f"{stem}norm.weight", (config.hidden_size,)),)))
     if not config.tie_embeddings:
-        targets.append(table_target("head", "lm_head.weight", vocabulary, hidden, shards))
+        targets.append(table_target("head", head, vocabulary, hidden, shards))
     return list(offset_norms(config, targets))
 
 

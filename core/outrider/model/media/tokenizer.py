@@ -50,6 +50,11 @@ class StreamDecoder:
         self._pending: list[int] = []  # tokens since
         self._returned = 0  # characters of the window's text that were returned
 
+    @property
+    def is_complete(self) -> bool:
+        """True if the returned pieces are the text of all tokens so far."""
+        return not self._pending
+
     def push(self, *tokens: int) -> str:
         """Add tokens and return the text that is now certain, possibly empty. Several tokens at once cost as much as one."""
         self._pending.extend(tokens)

@@ -152,7 +152,10 @@ def _has_tied_head(config: Mapping[str, Any], files: CheckpointFiles) -> bool:
     """
     text = config.get("text_config")
     is_tied = any(part.get("tie_word_embeddings") is True for part in (config, text if isinstance(text, dict) else {}))
-    return is_tied and f"{decoder_stem(files.tensors)}embed_tokens.weight" in files.tensors
+    stem = decoder_stem(files.tensors)
+    # The table may be stored as the output head alone; a draft head has no first norm under the decoder's names.
+    is_decoder = any(f"{stem}{name}.weight" in files.tensors for name in ("embed_tokens", "layers.0.input_layernorm"))
+    return is_tied and is_decoder
 
 
 def _no_head_error(files: CheckpointFiles) -> ConfigError:

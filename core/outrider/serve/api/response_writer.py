@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Tokenizer
 from outrider.serve.api.request_fields import ChatRequest, CompletionRequest
 from outrider.serve.api.responses import DONE_EVENT, DeferredResponse, EventStreamResponse, encode_event
@@ -67,8 +66,6 @@ class CompletionWriter(ResponseWriter):
         self._request = request
         self._tokenizer = tokenizer
         self._echoed = echoed
-        self._offsets = {index: len(text) for index, text in enumerate(echoed)}
-        """Offset of the next token in the text of each choice that has text."""
         self._has_logprobs = request.logprobs is not None and request.logprobs is not False
         options = request.stream_options
         self._has_usage = options is not None and options.include_usage
@@ -100,9 +97,9 @@ class CompletionWriter(ResponseWriter):
     def _finish_reason(self, delta: ChoiceDelta) -> str | None:
         return delta.finish_reason
 
-    def _format_logprobs(self, entries: Sequence[TokenLogprobs], index: int) -> dict[str, Any]:
-        logprobs, self._offsets[index] = completion_logprobs(self._tokenizer, entries, self._offsets.get(index, 0))
-        return logprobs
+    def _format_logprobs(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        entries = [entry for delta in deltas for entry in delta.logprobs]
+        return completion_logprobs(self._tokenizer, entries, [each for delta in deltas for each in delta.offsets])
 
     # -- one JSON object ---------------------------------------------------------------------------------------------
 
@@ -116,11 +113,10 @@ class CompletionWriter(ResponseWriter):
         return {**self._head, "choices": choices, "usage": self._generation.usage}
 
     def _choice(self, index: int, deltas: Sequence[ChoiceDelta], contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        entries = [entry for delta in deltas for entry in delta.logprobs]
         choice = {
             "index": index,
             **self._whole_content(index, contents),
-            "logprobs": self._format_logprobs(entries, index) if self._has_logprobs else None,
+            "logprobs": self._format_logprobs(deltas) if self._has_logprobs else None,
             "finish_reason": self._finish_reason(deltas[-1]),
             "stop_reason": deltas[-1].stopped_by,
         }
@@ -172,7 +168,7 @@ class CompletionWriter(ResponseWriter):
         choice = {
             "index": delta.index,
             **self._new_content(delta),
-            "logprobs": self._format_logprobs(delta.logprobs, delta.index) if self._has_logprobs else None,
+            "logprobs": self._format_logprobs([delta]) if self._has_logprobs else None,
             "finish_reason": self._finish_reason(delta),
         }
         if delta.finish_reason is not None:
@@ -219,9 +215,8 @@ class ChatWriter(CompletionWriter):
         called = self._generation.readers[delta.index].has_calls
         return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
-    def _format_logprobs(self, entries: Sequence[TokenLogprobs], index: int) -> dict[str, Any]:
-        del index
-        return chat_logprobs(self._tokenizer, entries)
+    def _format_logprobs(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        return chat_logprobs(self._tokenizer, [entry for delta in deltas for entry in delta.logprobs])
 
 
 def _merge_by_choice(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:

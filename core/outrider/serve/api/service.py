@@ -34,6 +34,8 @@ class ChoiceDelta:
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    offsets: tuple[int, ...] = ()
+    """The offset in the choice's text of each token that has ``logprobs``, in characters."""
     finish_reason: str | None = None
     drafted: int = 0
     """Number of ``tokens`` that are accepted draft tokens. They come first."""
@@ -51,6 +53,7 @@ class ChoiceDelta:
             self.text + later.text,
             self.tokens + later.tokens,
             self.logprobs + later.logprobs,
+            self.offsets + later.offsets,
             later.finish_reason,
             self.drafted + later.drafted,
             self.proposed + later.proposed,
@@ -81,6 +84,7 @@ class ChoiceText:
         # With stop strings the engine decodes the text itself, because it has to find them.
         self._text_from_engine = bool(params.stop)
         self._decoder = tokenizer.stream(spelled=params.spelled_tokens, prompt=prompt)
+        self._offsets = TextOffsets(tokenizer, prompt) if params.logprobs is not None else None
         self._has_pieces = pieces
         self.finish_reason: str | None = None
         """Finish reason of the outputs that have arrived, which :meth:`add` may not have decoded yet."""
@@ -102,8 +106,9 @@ class ChoiceText:
             rest = decoder.flush()
             pieces = [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
         text = (output.searched_text or "") if self._text_from_engine else "".join(pieces)
+        offsets = tuple(self._offsets.add(entry.token) for entry in output.logprobs) if self._offsets is not None else ()
         delta = ChoiceDelta(
-            self.index, text, output.tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed
+            self.index, text, output.tokens, output.logprobs, offsets, output.finish_reason, output.drafted, output.proposed
         )
         delta.stopped_by = output.stopped_by
         if self._has_pieces:
@@ -111,22 +116,38 @@ class ChoiceText:
         return delta
 
 
+class TextOffsets:
+    """The offsets of the tokens of a text that continues the ``prompt`` tokens. Special tokens have no text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.stream(prompt=prompt)
+        self._num_decoded = self._settled = 0
+        self._unsettled = b""  # bytes after the first ``_settled`` characters
+
+    def add(self, token: int) -> int:
+        """Return the number of characters that begin before the next ``token``. Invalid bytes count as in the text."""
+        data = b"" if token in self._tokenizer.special_tokens else self._tokenizer.bytes_of(token)
+        offset = self._settled + len(self._unsettled.decode(errors="replace"))
+        self._num_decoded += len(self._decoder.push(token))
+        if not self._decoder.is_complete:
+            self._unsettled += data
+            return offset
+        text = data.decode(errors="replace")
+        if self._unsettled and "\N{REPLACEMENT CHARACTER}" not in text:
+            offset = self._num_decoded - len(text)  # a run of bytes has ended: the decoder may show each of them
+        self._settled, self._unsettled = self._num_decoded, b""
+        return offset
+
+
 _MIN_LOGPROB = -9999.0
 """The log-probability that clients get for an impossible token: JSON has no infinity."""
 
 
-def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
-    """Return the ``logprobs`` field of a completion, and the text offset after its last token.
-
-    ``offset`` is the offset of the first token in the text of the choice, in characters.
-    """
-    offsets, tokens = [], []
-    for entry in entries:
-        offsets.append(offset)
-        tokens.append(format_token(tokenizer, entry.token))
-        offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.bytes_of(entry.token))  # characters that begin in the token
+def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any]:
+    """Return the ``logprobs`` field of a completion whose tokens begin at ``offsets`` in the text of the choice."""
     return {
-        "tokens": tokens,
+        "tokens": [format_token(tokenizer, entry.token) for entry in entries],
         "token_logprobs": [max(entry.logprob, _MIN_LOGPROB) for entry in entries],
         "top_logprobs": [
             {
@@ -135,8 +156,8 @@ def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], 
             }
             for entry in entries
         ],
-        "text_offset": offsets,
-    }, offset
+        "text_offset": list(offsets),
+    }
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import math
 import signal
 from collections.abc import Callable, Generator
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.device import ConfigError, OutriderError
@@ -31,12 +34,17 @@ MAX_HEADER_BYTES = 64 << 10
 """Maximum size of a request's path, headers and trailers, and of the pieces in which unfinished headers arrive."""
 HEADER_TIMEOUT_S = 30.0
 """Time from a connection's start, or from a request's first byte, in which all headers of the request must arrive."""
+LINGER_S = 30.0
+"""Time that a client has to finish sending, and to read its response, on a connection that the server closes."""
+_MAX_LINGER_HEADER_BYTES = 1 << 20
+"""Maximum number of bytes that the server discards after it has refused a request's headers."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One HTTP connection. The server closes it before reading the API key if headers are too many, too long or too late."""
 
     header_timeout_s = HEADER_TIMEOUT_S
+    linger_s = LINGER_S
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,6 +55,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         self._cycles: list[Any] = []
         """The open requests: one runs, the others were pipelined after it."""
+        self._discardable: float | None = None
+        """Number of bytes that a client may still send after its last response; None while requests are read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit of the first request."""
@@ -56,13 +66,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time limit of headers that haven't arrived, and tell every open request that the client has gone."""
         self._stop_timer()
-        for cycle in self._cycles:  # uvicorn tells the last one alone
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._disconnect_cycles()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse a piece of received bytes, and refuse headers that are unfinished after :data:`MAX_HEADER_BYTES`."""
+        if self._discardable is not None:
+            self._discardable -= len(data)
+            if self._discardable < 0:
+                self.transport.close()
+            return
         if self.cycle is None or not self.cycle.more_body:
             self._start_timer()
         if self._has_part_of_headers:
@@ -95,6 +108,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         cycles = (*self._cycles, self.cycle)
         self._cycles = [each for each in cycles if each is not None and not each.response_complete]
 
+    def shutdown(self) -> None:
+        """Close the connection once its response is complete."""
+        if self._discardable is None:
+            super().shutdown()
+        else:
+            self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """Send the error of the limits or of the parser in OpenAI's format."""
         self._refuse(self._refusal or ApiError(400, msg, code="invalid_http"))
@@ -104,6 +124,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
             self._refusal = _too_large()
             raise ValueError(self._refusal.message)  # makes the parser stop
+
+    def _disconnect_cycles(self) -> None:
+        for cycle in (*self._cycles, self.cycle):  # uvicorn tells the last one alone
+            if cycle is not None:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -130,7 +156,48 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             body = error.encode()
             head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+            self._linger(_MAX_LINGER_HEADER_BYTES)
+        else:
+            self.transport.close()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        super()._start_asgi_task(cycle, functools.partial(self._run_app, cycle, app))
+
+    async def _run_app(self, cycle: Any, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call ``app``. A client of HTTP/1.0 gets a stream without chunks, which ends with the connection."""
+        has_chunks, closes_after_body = scope["http_version"] == "1.1", False
+        cycle.waiting_for_100_continue &= has_chunks
+
+        async def send_in_version(message: Message) -> None:
+            nonlocal closes_after_body
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                closes_after_body = not has_chunks and b"content-length" not in names
+                cycle.chunked_encoding = False if closes_after_body else None
+                lingers = False
+            else:
+                if closes_after_body:
+                    cycle.expected_content_length = len(message.get("body", b""))
+                lingers = cycle.more_body and not cycle.keep_alive and not message.get("more_body")
+            cycle.keep_alive |= lingers  # or it would close the connection at once
+            await send(message)
+            if lingers and not self.transport.is_closing():
+                self._linger(math.inf)
+
+        await app(scope, receive, send_in_version)
+
+    def _linger(self, max_bytes: float) -> None:
+        """End the response and discard up to ``max_bytes`` bytes that the client still sends within :data:`LINGER_S`.
+
+        To close at once would reset a connection with unread bytes, and the client would lose the response.
+        """
+        self._discardable = max_bytes
+        self._disconnect_cycles()
+        self._unset_keepalive_if_required()
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.linger_s, self.transport.close)
+        self.flow.resume_reading()
+        self.transport.write_eof()
 
 
 def _too_large() -> ApiError:

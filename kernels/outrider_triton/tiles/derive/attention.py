@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.device import ConfigError
 from outrider_triton.launch import power_of_two
 from outrider_triton.tiles.configs import AttentionConfig
 from outrider_triton.tiles.facts import DeviceFacts
@@ -74,6 +75,29 @@ def attention_bytes(facts: DeviceFacts, heads: AttentionHeads, rows: int, block_
     return tile + queries + rows * block_kv * heads.bytes + 1024
 
 
+def fit_attention_tile(facts: DeviceFacts, heads: AttentionHeads, rows: int, block_kv: int) -> tuple[int, int]:
+    """Return the largest tile of at most ``rows`` rows and ``block_kv`` cached tokens that fits into shared memory.
+
+    Raises :class:`ConfigError` if the smallest tile of these heads doesn't fit.
+    """
+    fewest = max(16, power_of_two(heads.group))
+    while attention_bytes(facts, heads, rows, block_kv) > facts.shared_bytes and block_kv > 16:
+        block_kv //= 2
+    while attention_bytes(facts, heads, rows, block_kv) > facts.shared_bytes and rows > fewest:
+        rows //= 2
+    needed = attention_bytes(facts, heads, rows, block_kv)
+    if facts.capability == 0:  # there the queries leave shared memory before the first tile
+        queries = rows * max(power_of_two(heads.size), 16) * heads.bytes
+        needed = max(needed - queries - 1024, queries)
+    if needed > facts.shared_bytes:
+        raise ConfigError(
+            f"attention of {heads.group} query heads per key head, {heads.size} elements of {heads.bytes} bytes each, needs "
+            f"{needed} bytes of shared memory per program; {facts.name or facts.architecture} has {facts.shared_bytes}: "
+            "use a dtype of 16 bits, or the backend's option kernels=torch"
+        )
+    return rows, block_kv
+
+
 def streamed_attention_bytes(heads: AttentionHeads, rows: int, block_kv: int, stages: int) -> int:
     """Return an upper bound of shared memory in bytes of one program of streamed attention."""
     tiles = stages * (2 * block_kv * heads.size * heads.bytes + 24)
@@ -100,17 +124,13 @@ def derive_attention_launch(
 
     ``tuned`` is the measured configuration for this number of programs: its blocks are used, and at least its splits.
     """
-    fewest = max(16, power_of_two(heads.group))
-    rows = max(fewest, min(64, power_of_two(max_query * heads.group)))
+    rows = max(16, power_of_two(heads.group), min(64, power_of_two(max_query * heads.group)))
     if can_stream_attention(facts, heads, rows) and (tuned is None or tuned.streamed):
         return _streamed_launch(facts, heads, rows, batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
     if tuned and tuned.streamed:
         tuned = None  # measured on a cache with another layout
     block = tuned.block_kv if tuned else 32 if heads.bytes > 2 else 64
-    while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and block > 16:
-        block //= 2
-    while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and rows > fewest:
-        rows //= 2
+    rows, block = fit_attention_tile(facts, heads, rows, block)
     # Two programs per multiprocessor; enough sequences aren't split at all.
     split = _split_count(2 * facts.processors // unsplit_programs(heads, rows, batch, max_query), max_kv, block, tuned)
     stages = tuned.stages if tuned else 2 if heads.bytes > 2 or facts.capability == 0 else 3
