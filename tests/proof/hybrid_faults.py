@@ -8,7 +8,7 @@ import torch
 
 from outrider.device.kernels import blocks
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.model_kernels import RecurrentKernels
+from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.device.kernels.reference import recurrent
 from outrider.engine import stages
 from outrider.engine.requests.pages import StateCheckpoints

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.device import Group, StepMode
 from outrider.engine.config import MAX_LOGPROBS
+from outrider.engine.fused_step import FusedStep
 from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner, captured_features
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
@@ -29,7 +30,7 @@ from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.stages import DecodeBatch, Iteration, Stages, build_frame
 from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.step import FusedStep, Step
+from outrider.engine.step import Step
 
 _MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
 """While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this

@@ -25,7 +25,8 @@ from outrider.device.kernels.metadata import (
     TuningProgress,
     TuningResult,
 )
-from outrider.device.kernels.model_kernels import DeltaRuleWeights, ModelKernels, RecurrentBatch, RecurrentKernels
+from outrider.device.kernels.model_kernels import ModelKernels
+from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.reference.model import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider.device.kernels.reference.ops import ROW_ACCESS, RowResolver
 from outrider.device.kernels.residual import SINGLE_RANK, Contribution, RankBoundary, ResidualStream, SeparateInput

@@ -19,7 +19,8 @@ from torch import Tensor
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.composition import composes
 from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
-from outrider.device.kernels.model_kernels import DeltaRuleWeights, ModelKernels, RecurrentBatch, RecurrentKernels
+from outrider.device.kernels.model_kernels import ModelKernels
+from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.residual import SINGLE_RANK, Computed, RankBoundary, ResidualStream
 from outrider.device.kernels.weights import QuantizedWeight, Weight, linear, plain
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import AttentionMetadata
-from outrider.device.kernels.model_kernels import RecurrentBatch
+from outrider.device.kernels.recurrent_kernels import RecurrentBatch
 from outrider.device.kernels.weights import QuantizedWeight
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.composition import parts_of
 from outrider.device.kernels.formats import CACHE_FORMATS
 from outrider.device.kernels.metadata import DecoderShape, TuningProgress, TuningResult
-from outrider.device.kernels.model_kernels import ModelKernels, RecurrentKernels
+from outrider.device.kernels.model_kernels import ModelKernels
+from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 
 BLOCKS = ("attention_block", "mlp_block", "experts_block", "recurrent_block", "verify_checked")

@@ -10,9 +10,9 @@ from outrider.device import ResidualStream
 from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import KVCache
-from outrider.model.layers.decoder import create_layers
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
+from outrider.model.layers.layer import create_layers
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.rotary import make_rotary
 

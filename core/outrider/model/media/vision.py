@@ -22,7 +22,8 @@ from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
 from outrider.model.config.checkpoint_config import hf_config, read_model_config
 from outrider.model.config.model_config import ModelConfig
-from outrider.model.media.preprocessing import Media, MediaGrid
+from outrider.model.media.mrope import MediaGrid
+from outrider.model.media.preprocessing import Media
 from outrider.model.quantization import read_quantization
 
 
