@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
-from outrider.model.checkpoint.pieces import TensorSlice
-
 from drawing import some_and_many
 from kernels.devices import DEVICES
 from outrider.device import (
@@ -33,6 +31,7 @@ from outrider.device import (
 )
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.device.kernels.weights import linear
+from outrider.model.checkpoint.files import TensorSlice
 from outrider.model.quantization.loading import slice_weight
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.kernelset import TritonKernels
