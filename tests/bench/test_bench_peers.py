@@ -16,10 +16,9 @@ from outrider.model.config.model_config import ModelConfig, RecurrentConfig
 from outrider.model.config.rope import RopeConfig
 from outrider.model.config.shapes import shape_config
 from outrider_bench.acceptance import acceptance_rates
-from outrider_bench.answers import quantiles
 from outrider_bench.child import ChildFailed, open_session
 from outrider_bench.commands import peers
-from outrider_bench.mixed_load import MixedLoad, token_ids
+from outrider_bench.load import MixedLoad, quantiles, token_ids
 from outrider_bench.peers.work import PeerWork
 from outrider_bench.plot import series_svg
 from outrider_bench.random_checkpoint import checkpoint_config, write_configs

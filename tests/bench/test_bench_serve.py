@@ -10,8 +10,8 @@ import pytest
 from outrider import Engine
 from outrider.serve.connection.engine_client import EngineGone
 from outrider_bench import servers
-from outrider_bench.answers import StreamedAnswer, summarize
 from outrider_bench.http_load import HttpLoad, ServerFailed, run_load
+from outrider_bench.load import StreamedAnswer, summarize
 from outrider_bench.random_checkpoint import make_tokenizer
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config

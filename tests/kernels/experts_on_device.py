@@ -27,7 +27,7 @@ from on_device import going, in_a_graph, microseconds, waited, watched, wrong
 
 from outrider.device import KernelSet
 from outrider_triton.experts import operators as expert_ops
-from outrider_triton.experts.jit import unquantized as jit
+from outrider_triton.experts.jit import products as jit
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
 from outrider_triton.tiles.facts import facts_of

@@ -24,7 +24,7 @@ from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
 from outrider_triton.products.operands import QuantizedProduct
-from outrider_triton.tiles import variants
+from outrider_triton.tiles import selection
 from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.facts import facts_of
 from outrider_triton.tiles.measure.chain import microseconds
@@ -144,7 +144,7 @@ def candidates(kernels, key, *, most=12):
 def search(layers, chosen):
     """Each product's cuts, the largest product first; ``chosen`` keeps the fastest."""
     ways = {key: candidates(layers.kernels, key) for key in chosen}
-    with variants._compiling():
+    with selection._compiling():
         for key, config in ((key, config) for key, found in ways.items() for config in found):
             old, chosen[key] = chosen[key], config
             with compile_only():

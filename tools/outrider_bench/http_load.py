@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import child_session
-from outrider_bench.answers import StreamedAnswer
 from outrider_bench.child import ChildFailed, how_it_ended, printed_lines, run_child
+from outrider_bench.load import StreamedAnswer
 
 _VOCABULARY = 400
 _SEED_STRIDE, _WARM_UP_SEED = 1 << 20, 1 << 19
@@ -202,7 +202,7 @@ def answer_part(work: Mapping[str, Any]) -> dict[str, object]:
 
 
 def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float = _LOAD_LIMIT_S) -> dict[str, Any]:
-    """Run vLLM's generator and return the figures of :func:`~outrider_bench.answers.summarize`; one round warms up.
+    """Run vLLM's generator and return the figures of :func:`~outrider_bench.load.summarize`; one round warms up.
 
     The generator makes random prompts of ``load.prompt_tokens`` tokens with ``tokenizer`` (a directory) and sends them as
     text, ``load.rounds`` times ``load.clients`` requests. Raises :class:`ChildFailed` if the generator doesn't run,
@@ -250,7 +250,7 @@ def vllm_arguments(load: HttpLoad, tokenizer: Path, result: Path) -> list[str]:
 
 
 def read_vllm_figures(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generator's figures under the names of :func:`~outrider_bench.answers.summarize`.
+    """Return the generator's figures under the names of :func:`~outrider_bench.load.summarize`.
 
     Raises :class:`ServerFailed` if a request failed.
     """

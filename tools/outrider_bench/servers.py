@@ -20,9 +20,9 @@ from urllib.request import urlopen
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import child_session
-from outrider_bench.answers import Requests, StreamedAnswer, serve_clients, summarize
 from outrider_bench.child import ChildFailed
 from outrider_bench.http_load import HttpLoad
+from outrider_bench.load import Requests, StreamedAnswer, serve_clients, summarize
 from outrider_bench.random_checkpoint import write_configs, write_tokenizer
 from outrider_bench.random_model import RandomModel
 

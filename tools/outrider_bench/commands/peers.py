@@ -33,7 +33,7 @@ from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.acceptance import acceptance_rates
 from outrider_bench.child import ChildFailed, ChildSession, open_session
-from outrider_bench.mixed_load import MixedLoad
+from outrider_bench.load import MixedLoad
 from outrider_bench.options import (
     ACCEPTANCE,
     PROMPT_BATCHES,

@@ -29,9 +29,9 @@ from outrider.cli.options.option_values import (
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import CommandReport, note
 from outrider.device.errors import ConfigError
-from outrider_bench.answers import summarize
 from outrider_bench.child import ChildFailed, run_child
 from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vllm_bench
+from outrider_bench.load import summarize
 from outrider_bench.options import (
     SIZES,
     AcceptLengthOption,

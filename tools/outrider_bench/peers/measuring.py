@@ -17,9 +17,8 @@ from typing import Any
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import end_with_parent
-from outrider_bench.answers import StreamedAnswer
 from outrider_bench.child import ChildFailed
-from outrider_bench.mixed_load import latencies, token_ids
+from outrider_bench.load import StreamedAnswer, latencies, token_ids
 from outrider_bench.peers.work import PeerWork
 
 _WARM_TOKENS = 16

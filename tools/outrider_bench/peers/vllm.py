@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.answers import StreamedAnswer
 from outrider_bench.child import ChildFailed
+from outrider_bench.load import StreamedAnswer
 from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
 from outrider_bench.peers.work import PeerWork, cache_bytes, checkpoint_configs
 
