@@ -1,4 +1,4 @@
-"""Kernels for quantised weights and for experts on a real device, against the reference in float64 there: ``python
+"""Kernels for quantised weights on a real device, against the reference in float64 there: ``python
 tests/kernels/quantized_on_device.py [SECONDS]``. Prints a line for each case and a JSON object; exits 1 where one is wrong.
 
 What the tests check by the interpreter, here as it is compiled: with early starts, in bfloat16, in a graph, with more tokens.
@@ -25,7 +25,6 @@ from outrider_triton.tiles.facts import facts_of
 TOKENS = (1, 4, 13, 64, 100, 300)
 SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (1000, 1024), (2048, 14336))
 LAYERS = ("fp8", "int4", "int8", "fp8-block")
-EXPERTS = ((128, 8, 2048, 768), (8, 2, 1024, 1024), (60, 4, 520, 136))
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
 REFERENCE = UnfusedProducts()
@@ -97,36 +96,12 @@ def layer(weights, given, kv_heads, kernel_set, dtype):
     )
 
 
-def experts(kernels, device):
-    generator = torch.Generator(device).manual_seed(1)
-    for (count, chosen, hidden, inner), m in itertools.product(EXPERTS, TOKENS):
-        x, logits = (torch.randn(m, size, device=device, generator=generator).to(torch.bfloat16) for size in (hidden, count))
-        gate_up = torch.randn(count, 2 * inner, hidden, device=device, generator=generator).mul_(hidden**-0.5).to(x.dtype)
-        down = torch.randn(count, hidden, inner, device=device, generator=generator).mul_(inner**-0.5).to(x.dtype)
-        weights, names = in_a_graph(partial(kernels.route, logits, chosen, renormalize=True))
-        right, wanted = REFERENCE.route(logits.double(), chosen, renormalize=True)
-        yield f"route {count} experts, {m} tokens", wrong(weights, right) if torch.equal(names, wanted) else float("inf"), 0.0
-        right = torch.zeros(m, hidden, dtype=torch.float64, device=device)
-        for token in range(m):
-            for share, name in zip(weights[token], names[token].tolist(), strict=True):
-                gate, up = (gate_up[name].double() @ x[token].double()).chunk(2)
-                right[token] += share.double() * (down[name].double() @ (torch.nn.functional.silu(gate) * up))
-            if token > 40:  # a check of each is slow
-                right, m_checked = right[: token + 1], token + 1
-                break
-        else:
-            m_checked = m
-        made = in_a_graph(partial(kernels.experts, x, weights, names, gate_up, down))
-        own = REFERENCE.experts(x, weights, names, gate_up, down)
-        yield f"experts {count}, {m} tokens", wrong(made[:m_checked], right), wrong(own[:m_checked], right)
-
-
 def main() -> int:
     end = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 90)
     device = torch.device("cuda")
     kernels = TritonKernels(facts_of(torch.cuda.get_device_properties(device)), device=device)
     cases, failed, late = [], 0, False
-    for work in (layers, products, experts):
+    for work in (layers, products):
         found = work(kernels, device)
         while not late:
             try:
