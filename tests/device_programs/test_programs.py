@@ -1,4 +1,4 @@
-"""Programs that check a real device, each in a child process. They print measurements, and exit with 0 if all is right."""
+"""Programs that check a real device, each in a child process. They exit with 0 if all is right."""
 
 from __future__ import annotations
 
