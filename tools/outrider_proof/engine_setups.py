@@ -24,8 +24,7 @@ from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_eagle, write_vision_checkpoint
-from outrider_proof.decode_program import CONTEXT, MAX_OUTPUT_TOKENS, Arrival, HostProgram
-from outrider_proof.guides import ResidueGrammars, check_residues
+from outrider_proof.decode_program import CONTEXT, MAX_OUTPUT_TOKENS, Arrival, HostProgram, ResidueGrammars, check_residues
 from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, QUANTISED, decoder, quantised_proposer, quantised_target
 from outrider_proof.tiny import plain_config
 
