@@ -5,7 +5,7 @@ warm-up asks for every kernel that a batch needs later.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -241,13 +241,14 @@ def forward(kernels, model, blocks, caches, batch, queries, *, prefill):
         stream = step(stream, blocks[1])
     rows = stream.norm(blocks[0].norm, 1e-5)
     linear(kernels, rows[:batch] if prefill else rows, blocks[2])
+    step(ResidualStream(kernels, rows), blocks[1]).add()
     if not prefill:
         table = model.empty(VOCABULARY, model.hidden)
         kernels.fuse_embedding(torch.empty(tokens, dtype=torch.int64, device=META), table, rows, blocks[3])
 
 
 @pytest.fixture
-def asked(instead_of_launching):
+def asked(instead_of_launching, monkeypatch):
     """Variants of kernels that are asked for: the name, constants, warps, and properties of operands that select one."""
     variants = {}
 
@@ -268,6 +269,7 @@ def asked(instead_of_launching):
         )
         variants.setdefault((kernel.fn.__name__, *selected, warps, *map(str, constants.items())))
 
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has fewer products
     instead_of_launching(record)
     return variants
 
@@ -340,3 +342,13 @@ def test_short_prompts_ask_for_kernels_of_large_batches(asked, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "CHUNK", 64)
     model = Model(form="fp8-tensor", hidden=512, inner=96, routed=None, **HEADS)
     warm_up_asks_for_every_kernel(asked, "A100", model, 0, False, (3, 200))
+
+
+@pytest.mark.parametrize("form", [None, "fp8", "fp8-block", "int8", "int4"])
+def test_warm_up_asks_for_every_kernel_of_a_published_shape(form, asked):
+    """Quantised products change kernels at 17, 33, 65 and 129 tokens, and split attention with the number of requests."""
+    model = Model(form=form, hidden=4096, inner=14336, routed=None, kv_heads=8, group=4, size=128)
+    batches = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 48, 64, 65, 128, 129)
+    warm_up_asks_for_every_kernel(asked, "H200", model, 0, False, batches)
+    for each in (model, replace(model, head_norms=True)):
+        warm_up_asks_for_every_kernel(asked, "H200", each, 3, True, (1, 2, 3, 4, 8, 16, 40))
