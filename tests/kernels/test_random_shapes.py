@@ -4,6 +4,7 @@ warm-up asks for every kernel that a batch needs later.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from outrider.device import (
 )
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.device.kernels.weights import linear
+from outrider.model.config.shapes import SHAPES
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized.plan import plan
@@ -105,12 +107,24 @@ def experts_fit(device, form, routed, hidden, inner):
         return mixtures._configs(tokens, chosen, (count, inner, hidden), operators, storages)
 
     known = {configs(tokens) for tokens in mixtures._token_counts(count, chosen)}
-    for tokens in TOKENS:
+    for tokens in (*range(1, 300), *TOKENS):
         size, *tilings = configs(tokens)
         assert (size, *tilings) in known, tokens
+        assert bool(size) is (tokens > 32), tokens
         for operator, tiling, stored in zip(operators, tilings, storages, strict=True):
             assert shared_bytes(facts, operator, tiling, stored) <= facts.shared_bytes, tokens
             assert tiling.block_m == size or (not size and tiling.block_m >= tokens), tokens
+            assert (tiling.split, tiling.rows_per_program) == (1, 0), tokens
+            assert tiling.descriptor == 0 or form is None, tokens  # shares of units are for single products
+
+
+def with_published_experts(test):
+    """The test with the experts of two published shapes as explicit examples."""
+    for shape, device in itertools.product(("qwen3-30b-a3b", "mixtral-8x7b"), ("H100", "H200", "L4", "MI300X", "RTX 3090")):
+        config, routed = SHAPES[shape], SHAPES[shape].experts
+        sizes = {"hidden": config.hidden_size, "inner": routed.intermediate_size}
+        test = example(device=device, form=None, routed=(routed.count, routed.per_token), **sizes)(test)
+    return test
 
 
 def attention_fits(device, group, kv_heads, size, bytes_of, page, batch, max_query, max_kv):
@@ -138,7 +152,7 @@ test_some_products_fit, test_many_products_fit = some_and_many(
     many=200,
 )
 test_some_experts_fit, test_many_experts_fit = some_and_many(
-    example(device="H200", form="fp8-block", routed=(128, 8), hidden=2048, inner=768)(experts_fit),
+    with_published_experts(example(device="H200", form="fp8-block", routed=(128, 8), hidden=2048, inner=768)(experts_fit)),
     given(device=st.sampled_from(tuple(DEVICES)), form=formats, routed=experts, hidden=sizes, inner=inner_sizes),
     some=12,
     many=500,
