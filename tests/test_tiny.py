@@ -8,7 +8,7 @@ import pytest
 from outrider import Engine, EngineConfig, SamplingParams, get_backend
 from outrider.bundled import bundled
 from outrider.engine.fences import FENCES
-from outrider_proof.decode_explorer import DecodeExplorer
+from outrider_proof.explorations import DecodeExplorer
 from outrider_sanitizer import RaceError, watch
 
 PROMPT = "def read(self, size=-1):\n"

@@ -41,9 +41,8 @@ from outrider_triton.products.operands import rows_like
 from outrider_triton.quantized.plan import plan
 from outrider_triton.quantized.products import QuantizedProducts
 from outrider_triton.rows import rotates
-from outrider_triton.tiles import variants
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.selection import TileSelection
+from outrider_triton.tiles.selection import TileSelection, compiled
 from outrider_triton.tiles.store.choices import ChoiceRow, PromptStore, TunedStore, merge_choices
 from outrider_triton.tiles.store.table import Table, layer_of
 
@@ -128,7 +127,7 @@ class TritonKernels(FusedBlocks):
 
     def compiled(self) -> Mapping[str, int]:
         """Return the number of compiled variants per kernel, read from Triton's caches."""
-        return variants.compiled()
+        return compiled()
 
     def chosen(self) -> Mapping[str, str]:
         """Return the name of the kernel that computes prefill attention, and unusable candidates with reasons."""

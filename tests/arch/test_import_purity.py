@@ -70,7 +70,6 @@ CHECKPOINTS = ["transformers", "tokenizers", "safetensors", "PIL"]
 INTERFACE_ALONE = ["outrider.device", "outrider_sanitizer", "outrider_trace", "outrider_sim", "outrider_conformance"]
 ENGINE = [
     "engines",
-    "observed_kernels",
     "suite.test_l4_engine",
     "suite.test_l5_figures",
 ]  # of the kit: levels above L3 run the engine

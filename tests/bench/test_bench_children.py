@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.registry.plugins import Plugins
-from outrider_bench.child import ChildFailed, how_it_ended, run_child
+from outrider_bench.child import BenchFailed, how_it_ended, run_child
 from processes import gone
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
@@ -126,12 +126,12 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
 
 
 def test_a_child_that_dies_says_how():
-    with pytest.raises(ChildFailed, match=r"exit code 1.*No module named 'outrider\.cli\.nothing'|exit code 1.*nothing"):
+    with pytest.raises(BenchFailed, match=r"exit code 1.*No module named 'outrider\.cli\.nothing'|exit code 1.*nothing"):
         run_child("outrider.cli.nothing:measure", {}, limit_s=60)
 
 
 def test_a_child_that_takes_too_long_is_ended():
-    with pytest.raises(ChildFailed, match="within 0.01 s"):
+    with pytest.raises(BenchFailed, match="within 0.01 s"):
         run_child("outrider_bench.engine_start:time_start", {}, limit_s=0.01)
 
 
@@ -150,7 +150,7 @@ def test_what_a_child_has_started_ends_with_it(tmp_path):
     for seconds, limit_s in ((60, 15), (0, 60)):
         work = {"file": str(tmp_path / "pid"), "seconds": seconds}
         if seconds:
-            with pytest.raises(ChildFailed, match="its processes were ended"):
+            with pytest.raises(BenchFailed, match="its processes were ended"):
                 run_child("lingering:measure", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
         else:
             run_child("lingering:measure", work, variables={"PYTHONPATH": path}, limit_s=limit_s)

@@ -16,10 +16,9 @@ from outrider.model.config.model_config import ModelConfig, RecurrentConfig
 from outrider.model.config.rope import RopeConfig
 from outrider.model.config.shapes import shape_config
 from outrider_bench.acceptance import acceptance_rates
-from outrider_bench.answers import quantiles
-from outrider_bench.child import ChildFailed, open_session
+from outrider_bench.child import BenchFailed, open_session
 from outrider_bench.commands import peers
-from outrider_bench.mixed_load import MixedLoad, token_ids
+from outrider_bench.load import MixedLoad, quantiles, token_ids
 from outrider_bench.peers.work import PeerWork
 from outrider_bench.plot import series_svg
 from outrider_bench.random_checkpoint import checkpoint_config, write_configs
@@ -282,13 +281,13 @@ def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
     (tmp_path / "silent.py").write_text("import time; time.sleep(60)")
     path = {"PYTHONPATH": str(tmp_path)}
     with (
-        pytest.raises(ChildFailed, match="dying ended with exit code 1: no such device"),
+        pytest.raises(BenchFailed, match="dying ended with exit code 1: no such device"),
         open_session("dying", {}, variables=path, limit_s=30),
     ):
         pass
     began = time.monotonic()
     with (
-        pytest.raises(ChildFailed, match="silent didn't answer within"),
+        pytest.raises(BenchFailed, match="silent didn't answer within"),
         open_session("silent", {}, variables=path, limit_s=0.2),
     ):
         pass
@@ -306,12 +305,12 @@ time.sleep(60)
 def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     with open_session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
-        with pytest.raises(ChildFailed, match=r"late didn't answer within 0\.1 s; it was ended"):
+        with pytest.raises(BenchFailed, match=r"late didn't answer within 0\.1 s; it was ended"):
             opened.ask({}, limit_s=0.1)
         with pytest.raises(ProcessLookupError):
             os.kill(opened.about["pid"], 0)
         assert gone(opened.about["worker"], seconds=30)
-        with pytest.raises(ChildFailed, match="late ended with exit code -9"):
+        with pytest.raises(BenchFailed, match="late ended with exit code -9"):
             opened.ask({}, limit_s=60)
 
 
@@ -329,8 +328,8 @@ time.sleep(60)
 ENDS = {
     "as it should": contextlib.nullcontext,
     "it's interrupted": lambda: pytest.raises(KeyboardInterrupt),
-    "it's late": lambda: pytest.raises(ChildFailed, match="didn't answer within"),
-    "it dies": lambda: pytest.raises(ChildFailed, match="no such device"),
+    "it's late": lambda: pytest.raises(BenchFailed, match="didn't answer within"),
+    "it dies": lambda: pytest.raises(BenchFailed, match="no such device"),
 }
 
 

@@ -10,8 +10,9 @@ import pytest
 from outrider import Engine
 from outrider.serve.connection.engine_client import EngineGone
 from outrider_bench import servers
-from outrider_bench.answers import StreamedAnswer, summarize
-from outrider_bench.http_load import HttpLoad, ServerFailed, run_load
+from outrider_bench.child import BenchFailed
+from outrider_bench.http_load import HttpLoad, run_load
+from outrider_bench.load import StreamedAnswer, summarize
 from outrider_bench.random_checkpoint import make_tokenizer
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
@@ -66,7 +67,7 @@ def test_a_server_that_fails():
     refused = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno"
     broken = chunked(events([1], b'data: {"error": {"message": "gone"}}\n\n'), 50)
     for answer, said in ((refused, "429"), (broken, "gone"), (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "chunks")):
-        with pytest.raises(ServerFailed, match=said):
+        with pytest.raises(BenchFailed, match=said):
             asyncio.run(answered_by(answer, replace(LOAD, clients=1, rounds=1)))
 
 
@@ -83,12 +84,12 @@ def test_a_server_that_fails():
     ],
 )
 def test_what_isnt_the_same_work_has_no_figures(answer, said):
-    with pytest.raises(ServerFailed, match=re.escape(said)):
+    with pytest.raises(BenchFailed, match=re.escape(said)):
         asyncio.run(asyncio.wait_for(answered_by(answer, replace(LOAD, clients=1, rounds=1)), 20))
 
 
 def test_a_server_that_isnt_there():
-    with pytest.raises(ServerFailed, match="can't be reached"):
+    with pytest.raises(BenchFailed, match="can't be reached"):
         asyncio.run(run_load(replace(LOAD, url="http://127.0.0.1:1")))
 
 
@@ -104,7 +105,7 @@ def test_no_prompt_is_known_from_another_request_or_an_earlier_run():
 def test_what_was_measured_before_a_failure_is_shown(outrider, monkeypatch):
     def measured(load):
         if load.clients == 4:
-            raise ServerFailed("too many")
+            raise BenchFailed("too many")
         assert load.url == "http://host:1/base"
         return [StreamedAnswer(began=1.0, times=[2.0, 3.0], tokens=[1, 6])]
 

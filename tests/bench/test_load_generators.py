@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from outrider_bench import http_load
-from outrider_bench.child import ChildFailed
-from outrider_bench.http_load import HttpLoad, ServerFailed, read_vllm_figures, run_vllm_bench, vllm_arguments
+from outrider_bench.child import BenchFailed
+from outrider_bench.http_load import HttpLoad, read_vllm_figures, run_vllm_bench, vllm_arguments
 
 LOAD = HttpLoad(url="http://127.0.0.1:1", model="measured", clients=4, rounds=3, prompt_tokens=16, new_tokens=8)
 # What vLLM 0.26 saves, as far as it's read.
@@ -51,20 +51,20 @@ def test_figures_have_the_names_of_our_own():
 
 @pytest.mark.parametrize(("failed", "completed"), [(1, 1), (2, 0), (0, 0)])
 def test_a_failed_request_fails_the_run(failed, completed):
-    with pytest.raises(ServerFailed, match=f"{failed} of {failed + completed} requests failed: gone"):
+    with pytest.raises(BenchFailed, match=f"{failed} of {failed + completed} requests failed: gone"):
         read_vllm_figures({**SAVED, "failed": failed, "completed": completed, "errors": ["", "gone"]})
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_it_says_so():
-    with pytest.raises(ChildFailed, match="--generator own"):
+    with pytest.raises(BenchFailed, match="--generator own"):
         run_vllm_bench(LOAD, Path(), limit_s=1)
 
 
 def test_a_generator_that_fails(monkeypatch):
     monkeypatch.setattr(http_load, "find_spec", lambda name: object())
     monkeypatch.setattr(http_load.sys, "executable", "/bin/false")
-    with pytest.raises(ChildFailed, match="exit code 1: it said nothing"):
+    with pytest.raises(BenchFailed, match="exit code 1: it said nothing"):
         run_vllm_bench(LOAD, Path(), limit_s=30)
 
 

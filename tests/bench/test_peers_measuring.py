@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.test_bench_peers import WORKED
-from outrider_bench.child import ChildFailed
+from outrider_bench.child import BenchFailed
 from outrider_bench.peers.measuring import DraftCounts, Peer, PeerRuns
 
 
@@ -51,5 +51,5 @@ def test_iterations_are_told_from_prefill_and_from_what_is_left_behind_it(monkey
     assert (found["acceptance_length"], found["drafted"]) == (2, 3)
     assert found["iteration_ms"] == pytest.approx(10)
     assert found["tokens_per_s"] == pytest.approx(3 * 2 / 0.01)
-    with pytest.raises(ChildFailed, match="2 new tokens took no longer than the first two; ask for more"):
+    with pytest.raises(BenchFailed, match="2 new tokens took no longer than the first two; ask for more"):
         PeerRuns(peer, replace(WORKED, new_tokens=2, prompt_tokens=8)).measure({"phase": "decode", "case": 3})

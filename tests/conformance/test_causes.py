@@ -9,8 +9,7 @@ from outrider.device import DeviceFault
 from outrider.registry import get_backend
 from outrider_conformance import engines
 from outrider_conformance.lab import expect
-from outrider_conformance.programs.explanation import PROMISES
-from outrider_conformance.programs.trial import ProgramFailed
+from outrider_conformance.programs.trial import PROMISES, ProgramFailed
 from outrider_conformance.random_kernels.kernels import KERNELS
 from outrider_conformance.reporting.causes import CAUSES, cause_of, diagnose
 

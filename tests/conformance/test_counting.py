@@ -7,7 +7,7 @@ import torch
 
 from outrider.device import DecoderShape, InterfaceError, KernelSet, MlpBlock, ResidualStream, WrappedKernels
 from outrider.registry import get_backend
-from outrider_conformance import observed_kernels
+from outrider_conformance import engines
 from outrider_conformance.kernel_calls import KERNELS, counting
 from outrider_conformance.lab import Lab
 from outrider_conformance.random_kernels.paged_batch import check_block
@@ -79,7 +79,7 @@ def test_a_block_that_is_composed_though_declared_native_is_found(composes):
     backend = get_backend("cpu")
     backend.use_kernels(kernels)
     with counting(kernels) as calls:
-        observed_kernels._call_with_random_operands(backend, calls)
+        engines._call_with_random_operands(backend, calls)
     # test_l4_engine fails for an override with no call that it computed.
     assert calls.overriding_layer("mlp_block") == ("declares", "")
     assert (calls.count("mlp_block", own=True) == 0, calls.count("mlp_block", own=False) > 0) == (composes, composes)
@@ -174,7 +174,7 @@ def test_kernels_of_experts_and_of_quantised_layers_are_observed():
     backend = get_backend("cpu")
     backend.use_kernels(Rare())
     with counting(backend.kernels_in_use) as calls:
-        observed_kernels._call_with_random_operands(backend, calls)
+        engines._call_with_random_operands(backend, calls)
     assert {call.kernel for call in calls.counts if call.own} == {"route", "experts_block"}
     assert all(calls.count(kernel, own=True) for kernel in ("route", "experts_block"))
 

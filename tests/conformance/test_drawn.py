@@ -16,9 +16,9 @@ from outrider.device.kernels import kernel_names
 from outrider.device.kernels.reference.model import uniforms
 from outrider.device.kernels.weights import linear
 from outrider.registry import get_backend
+from outrider_conformance.engines import observe
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
-from outrider_conformance.observed_kernels import observe
 from outrider_conformance.random_kernels import bounds, token_choices
 from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, problem
 from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, shrink_shape

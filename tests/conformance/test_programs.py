@@ -12,11 +12,10 @@ from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.execution import WrongProgramValue
-from outrider_conformance.programs.explanation import script
 from outrider_conformance.programs.generator import FAMILIES
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
 from outrider_conformance.programs.model import ForbiddenStep, Unordered, run_on_model
-from outrider_conformance.programs.trial import ProgramFailed, program_count, try_program, try_programs
+from outrider_conformance.programs.trial import ProgramFailed, program_count, script, try_program, try_programs
 
 WHOLE = ElementSpan(0, 0, 4)
 WRITE, READ = lang.FillStep(0, WHOLE, 7), lang.Copy(1, ElementSpan(0, 0, 4, pinned=True), WHOLE, True)

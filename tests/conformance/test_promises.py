@@ -9,7 +9,7 @@ import pytest
 import outrider.device
 from conformance.conftest import suite_modules
 from outrider.device import Capabilities
-from outrider_conformance.programs.explanation import PROMISES
+from outrider_conformance.programs.trial import PROMISES
 from outrider_conformance.promises import docstring
 
 

@@ -14,7 +14,7 @@ from outrider import Engine, EngineConfig, SamplingParams, get_backend
 from outrider.bundled import bundled
 from outrider.device import KernelSet
 from outrider.engine import Regex
-from outrider_proof.guides import ResidueGrammars
+from outrider_proof.decode_program import ResidueGrammars
 
 
 def kernel(backend):

@@ -18,7 +18,7 @@ from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
-from outrider_proof.guides import ResidueGrammars, Residues
+from outrider_proof.decode_program import ResidueGrammars, Residues
 from outrider_proof.tiny import plain_config
 
 PROMPTS = ((5, 9, 20, 13, 21, 7, 2), (5, 9, 20, 13, 8), (17,), (8, 8, 3))

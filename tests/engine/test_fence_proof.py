@@ -4,7 +4,7 @@ import pytest
 
 from outrider.engine.fences import FENCES
 from outrider.registry import get_backend
-from outrider_proof.decode_explorer import PARAMETER_FENCES, DecodeExplorer
+from outrider_proof.explorations import PARAMETER_FENCES, DecodeExplorer
 from outrider_proof.fence_log import FenceEdge, FenceLog
 from outrider_sanitizer import RaceError
 

@@ -27,7 +27,7 @@ from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.guides import Residues
+from outrider_proof.decode_program import Residues
 from outrider_proof.tiny import plain_config
 
 SCHEMA = {

@@ -13,7 +13,7 @@ from outrider.engine.state.plans import AttentionPlans
 from outrider.model import EagleHead
 from outrider.registry import get_backend
 from outrider_proof import tiny
-from outrider_proof.decode_explorer import DecodeExplorer
+from outrider_proof.explorations import DecodeExplorer
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, decoder, program
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch

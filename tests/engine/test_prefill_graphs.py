@@ -13,8 +13,8 @@ from outrider.engine.prefill import Prefill, token_buckets
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.registry import get_backend
 from outrider_proof import tiny
-from outrider_proof.decode_explorer import implied_by
 from outrider_proof.engine_setups import HYBRID, host_models
+from outrider_proof.explorations import implied_by
 from outrider_proof.fence_log import FenceLog
 from outrider_proof.proposers import MAKERS
 from outrider_proof.tiny import plain_config

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from outrider_triton import bookkeeping as _bookkeeping  # noqa: F401  (registers the operators)
 from outrider_triton import selection as _selection  # noqa: F401
 from outrider_triton.launch import compile_only
-from outrider_triton.tiles.variants import compiled
+from outrider_triton.tiles.selection import compiled
 
 DRAFTED, VOCABULARY = 2, 64
 ops = torch.ops.outrider

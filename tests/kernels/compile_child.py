@@ -27,8 +27,7 @@ from outrider_triton.attention.jit import paged as attention
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
 from outrider_triton.attention.jit import prefill as prefill_attention
 from outrider_triton.experts.jit import large_m as expert_tiles
-from outrider_triton.experts.jit import quantized as expert_quantized
-from outrider_triton.experts.jit import unquantized as experts
+from outrider_triton.experts.jit import products as experts
 from outrider_triton.jit import bookkeeping, peers, recurrent_chunks, recurrent_steps_shared, rows
 from outrider_triton.jit import recurrent_steps as recurrent
 from outrider_triton.jit import selection as token_choice
@@ -180,9 +179,9 @@ def quantized_kernels(capability):
         (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "MODE": "fine", "COLUMNS": 32}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8", "x": "*fp16"}, {**active, "COLUMNS": 128}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8", "out": WIDE}, {**own, "SPLIT": 4}),
-        (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, **held},
+        (experts.expert_quantized, {**CHOSEN, **SCALES, **held},
          {**FEW, **OF_EXPERTS, **FP8, "NATIVE": fp8, "GROUP": 128, "FP8": fp8, "ASM": whole}),
-        (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8"},
+        (experts.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8"},
          {**MANY, **OF_EXPERTS, **INT4, "NATIVE": False, "x_scales": None, "FP8": fp8, "ASM": whole, "SUB": 64}),
         (nibble_planes.lay_in_planes, {"k": "i32"}, {"grains": None, "BLOCK": 1024}),
         (nibble_planes.lay_in_planes, {"k": "i32", "grains": WIDE}, {"BLOCK": 1024}),

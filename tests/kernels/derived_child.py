@@ -33,11 +33,10 @@ from outrider_triton.jit.tma_pipeline import PIECE_COLUMNS
 from outrider_triton.launch import power_of_two
 from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
 from outrider_triton.products.streamed import registers
-from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import nibble_planes, nibble_planes_streamed
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.nibble_planes import computes_swiglu
-from outrider_triton.quantized.plan import plan
+from outrider_triton.quantized.plan import TRITON_FORMATS, plan
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,

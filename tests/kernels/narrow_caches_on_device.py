@@ -3,45 +3,37 @@ tests/kernels/narrow_caches_on_device.py``. Prints a line for each case and a JS
 
 What a kernel writes must be what it writes to a plain cache, rounded; what attention reads must give what a plain cache
 with the same numbers gives. So each kernel is judged by itself, as it is compiled: cut up for the device, with early
-starts, in a graph.
-With ``cpu`` it runs small shapes by Triton's interpreter, to try the script itself.
+starts, in a graph. Small shapes, by the interpreter too, are in ``test_narrow_caches.py``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 
-if sys.argv[1:] == ["cpu"]:
-    os.environ["TRITON_INTERPRET"] = "1"
-
 import torch
+from on_device import in_a_graph
 from unfused import UnfusedProducts
 
 from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products.operands import Product, QuantizedProduct
-from outrider_triton.tiles.facts import DeviceFacts, facts_of
+from outrider_triton.tiles.facts import facts_of
 
 E4M3 = torch.float8_e4m3fn
 PAGE = 16
+HEADS, KV_HEADS, SIZE, HIDDEN = 32, 8, 128, 4096
+ROWS = (HEADS + 2 * KV_HEADS) * SIZE
+TOKENS = (1, 4, 13, 64, 200)
 REFERENCE = UnfusedProducts()
-
-
-def sizes(small):
-    """Query heads, key heads, size of a head, hidden size; numbers of tokens."""
-    return ((4, 2, 16, 64), (1, 5)) if small else ((32, 8, 128, 4096), (1, 4, 13, 64, 200))
 
 
 class Cases:
     """The operands of all cases on one device."""
 
-    def __init__(self, device, dtype, kernels, small):
-        self.device, self.dtype, self.kernels, self.small = device, dtype, kernels, small
-        (self.heads, self.kv_heads, self.size, self.hidden), self.tokens = sizes(small)
-        self.rows = (self.heads + 2 * self.kv_heads) * self.size
+    def __init__(self, device, dtype, kernels):
+        self.device, self.dtype, self.kernels = device, dtype, kernels
         self.dice = torch.Generator().manual_seed(0)
         self.found = []
 
@@ -53,26 +45,13 @@ class Cases:
         self.found.append({"case": name, "off": off, "right": right})
         print(f"{'right' if right else 'WRONG'}  {off:.2e}  {name}", flush=True)
 
-    def graphed(self, call):
-        """``call`` in a graph that is replayed, where there are graphs."""
-        if self.device.type != "cuda":
-            return call()
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            made = call()
-        graph.replay()
-        torch.cuda.synchronize()
-        return made
-
     # -- writes ----------------------------------------------------------------------------------------------------
 
     def rotary(self, tokens, dtype):
         dice = torch.Generator().manual_seed(tokens)
-        angle = (torch.rand(tokens, self.size // 2, generator=dice) * 6).repeat(1, 2)
+        angle = (torch.rand(tokens, SIZE // 2, generator=dice) * 6).repeat(1, 2)
         slots = (torch.randperm(4 * tokens, generator=dice)[:tokens] + PAGE).to(self.device)
-        shape = 4 * tokens // PAGE + 3, PAGE, self.kv_heads, self.size
+        shape = 4 * tokens // PAGE + 3, PAGE, KV_HEADS, SIZE
         caches = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
         turn = (each.to(self.dtype).to(self.device) for each in (angle.cos(), angle.sin()))
         return RotaryArgs(*turn, *caches, slots)
@@ -80,8 +59,8 @@ class Cases:
     def writes(self, name, tokens, call):
         """``call(rotary)`` writes; with numbers beyond the range of e4m3 among them."""
         plain, narrow = self.rotary(tokens, self.dtype), self.rotary(tokens, E4M3)
-        self.graphed(lambda: call(plain))
-        self.graphed(lambda: call(narrow))
+        in_a_graph(lambda: call(plain))
+        in_a_graph(lambda: call(narrow))
         off = 0
         for wide, kept in ((plain.k_cache, narrow.k_cache), (plain.v_cache, narrow.v_cache)):
             wanted = wide.float().clamp(-448, 448).to(E4M3)
@@ -91,24 +70,25 @@ class Cases:
         self.told(f"{name} of {tokens} tokens", off, 0.0)
 
     def all_writes(self):
-        kernels, hidden = self.kernels, self.hidden
-        weight, bias = self.normal(self.rows, hidden, scale=0.5), self.normal(self.rows)
+        kernels, hidden = self.kernels, HIDDEN
+        weight, bias = self.normal(ROWS, hidden, scale=0.5), self.normal(ROWS)
         first, norm = self.normal(hidden, hidden, scale=hidden**-0.5), self.normal(hidden)
         dice = torch.Generator(self.device).manual_seed(1)
         quantized = {
             name: [
                 WEIGHT_FORMATS[name].random_weight(rows, hidden, device=self.device, generator=dice)
-                for rows in (hidden, self.rows)
+                for rows in (hidden, ROWS)
             ]
-            for name in (() if self.small else ("int4", "fp8"))
+            for name in ("int4", "fp8")
         }
-        for tokens in self.tokens:
+        for tokens in TOKENS:
             x, residual = self.normal(tokens, hidden, scale=3), self.normal(tokens, hidden)
-            qkv = self.normal(tokens, self.heads + 2 * self.kv_heads, self.size, scale=200)
+            qkv = self.normal(tokens, HEADS + 2 * KV_HEADS, SIZE, scale=200)
 
             def apart(rotary, qkv=qkv):
-                made = qkv.clone().split((self.heads, self.kv_heads, self.kv_heads), 1)
+                made = qkv.clone().split((HEADS, KV_HEADS, KV_HEADS), 1)
                 kernels.rope_write_cache(*made, *rotary)
+                return made[0]
 
             self.writes("rope_write_cache", tokens, apart)
             self.writes(
@@ -147,7 +127,7 @@ class Cases:
         batch, lens = len(new), [n + c for n, c in zip(new, context, strict=True)]
         width = -(-max(lens) // PAGE)
         table = (torch.randperm(batch * width, generator=self.dice) + 1).view(batch, width).to(torch.int32)
-        shape = batch * width + 1, PAGE, self.kv_heads, self.size
+        shape = batch * width + 1, PAGE, KV_HEADS, SIZE
         narrow = [torch.randn(shape, generator=self.dice).to(E4M3).to(self.device) for _ in range(2)]
         plain = [each.to(self.dtype) for each in narrow]
         starts = [0, *torch.tensor(new).cumsum(0).tolist()]
@@ -165,10 +145,10 @@ class Cases:
             tree_mask=mask,
             host_query_start=tuple(starts),
         )
-        q = self.normal(sum(new), self.heads, self.size)
-        given = {"scale": self.size**-0.5}
+        q = self.normal(sum(new), HEADS, SIZE)
+        given = {"scale": SIZE**-0.5}
         made, same = (
-            self.graphed(lambda caches=caches: self.kernels.paged_attention(q, *caches, metadata, **given))
+            in_a_graph(lambda caches=caches: self.kernels.paged_attention(q, *caches, metadata, **given))
             for caches in (narrow, plain)
         )
         right = REFERENCE.paged_attention(q.double(), *(each.double() for each in plain), metadata, **given)
@@ -179,44 +159,26 @@ class Cases:
         self.told(f"attention of {kind} {new} behind {context} (plain cache: {own:.2e})", off, 1.5 * own + 2e-3)
 
     def all_reads(self):
-        longest = 40 if self.small else 4000
-        self.reads((1,), (longest,))
-        self.reads((1, 1, 1), (longest, 7, 0))
-        self.reads((4, 4), (longest, 19))
-        self.reads((5, 5), (longest, 3), tree=True)
-        if not self.small:
-            self.reads((1,) * 64, (500,) * 64)
-            self.reads((300,), (0,))
-            self.reads((2048,), (1000,))
-            self.reads((700, 1, 90), (0, 1500, 33))
-
-    def moves(self):
-        cache = torch.randn(6, PAGE, self.kv_heads, self.size, generator=self.dice).to(E4M3).to(self.device)
-        keys, values = cache.clone(), cache.clone()
-        sources = torch.tensor([21, 22, 23, 40], device=self.device)
-        self.kernels.move_cache(keys, values, sources, sources + 1)
-        wanted = cache.flatten(0, 1).float()
-        wanted[sources + 1] = wanted[sources]
-        self.told("move_cache", float((keys.flatten(0, 1).float() - wanted).abs().max()), 0.0)
+        self.reads((1,), (4000,))
+        self.reads((1, 1, 1), (4000, 7, 0))
+        self.reads((4, 4), (4000, 19))
+        self.reads((5, 5), (4000, 3), tree=True)
+        self.reads((1,) * 64, (500,) * 64)
+        self.reads((300,), (0,))
+        self.reads((2048,), (1000,))
+        self.reads((700, 1, 90), (0, 1500, 33))
 
 
 def main():
-    small = sys.argv[1:] == ["cpu"]
-    if small:
-        device, dtype = torch.device("cpu"), torch.float16
-        sizes_of = {"processors": 4, "shared_bytes": 99 << 10, "processor_shared": 100 << 10, "l2_bytes": 1 << 20}
-        facts = DeviceFacts(architecture="sm_89", early_starts=False, **sizes_of)
-    else:
-        device, dtype = torch.device("cuda"), torch.bfloat16
-        facts = facts_of(torch.cuda.get_device_properties(device))
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    facts = facts_of(torch.cuda.get_device_properties(device))
     kernels = TritonKernels(facts, device=device)
     if "fp8" not in kernels.cache_formats:
         print(f"{facts.architecture} has no numbers of e4m3: nothing to check")
         return 1
-    cases = Cases(device, dtype, kernels, small)
+    cases = Cases(device, dtype, kernels)
     cases.all_writes()
     cases.all_reads()
-    cases.moves()
     wrong = [each["case"] for each in cases.found if not each["right"]]
     print(json.dumps({"cases": len(cases.found), "wrong": wrong, "architecture": facts.architecture}))
     return 1 if wrong else 0

@@ -65,24 +65,3 @@ def in_a_graph(call, *, times=1):
     graph.replay()
     torch.cuda.synchronize()
     return made
-
-
-def microseconds(call, *, calls=12, repeats=4):
-    """The least time of ``call``, which is given its number, among ``calls`` in a graph that is replayed so often."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(calls):
-            call(number)
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / calls)
-    return min(times[1:])

@@ -1,16 +1,13 @@
 """Products with weights of four bits through a ring on a real device: ``python
 tests/kernels/planes_ring_on_device.py [SECONDS]``.
 
-First each case against the reference in float64, in a graph: a line for each that is WRONG, and a count. Then times of
-single products whose weights are in no cache, in several cuts, beside the fastest known cut without a ring: a table for each
-product, fastest first, and a JSON line. Cuts are compiled beforehand in processes of their own; one that can't be, or that
-fails, is a line. Nothing new for 30 seconds: a line says where, and the exit code is 3. It is 1 where a case is wrong or
-nothing ran.
+Each case is compared with the reference in float64, in a graph: a line for each that is WRONG, and a count. Tile
+configurations are compiled beforehand in processes of their own; one that can't be, or that fails, is a line. Nothing new for
+30 seconds: a line says where, and the exit code is 3. It is 1 where a case is wrong or nothing ran.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import sys
@@ -20,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from on_device import going, in_a_graph, microseconds, waited, watched, wrong
+from on_device import going, in_a_graph, waited, watched, wrong
 
 from outrider.device import KernelSet
 from outrider.device.kernels.weight_formats import weight_format
@@ -28,24 +25,15 @@ from outrider_triton.launch import compile_only
 from outrider_triton.quantized import nibble_planes as nibble_plane_ops  # noqa: F401  (registers the operator)
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, permute_rows, row_layout
 from outrider_triton.quantized.plan import ProductPlan
-from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.fits import shared_bytes
-from outrider_triton.tiles.derive.products import _streamed_nibbles, rank_configs
+from outrider_triton.tiles.derive.products import _streamed_nibbles
 from outrider_triton.tiles.facts import facts_of
 
 SHAPES = ((4096, 4096), (1000, 1024), (6144, 4096), (4096, 14336), (28672, 4096))
 TOKENS = {4: (1, 4), 8: (5, 8), 16: (13,)}
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
-PRODUCTS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
-ROTATE = 200 << 20
 STORED = ProductPlan("block", False, 128, 128, planes=True, can_stream=True).stored("int4")
-KNOWN = {  # of tests/data/quantized_products_h200.json, at one token
-    "qkv": (10.5, [(8, 32, 256, 4, 2, 5, 1792, 0, 0), (8, 64, 1024, 4, 4, 2, 1792, 0, 48)]),
-    "output": (8.1, [(8, 32, 512, 4, 2, 4, 2560, 0, 0), (8, 64, 1024, 4, 4, 2, 2560, 0, 0)]),
-    "gate and up": (30.7, [(8, 64, 1024, 1, 4, 2, 512, 0, 56), (8, 64, 1024, 1, 4, 2, 512, 0, 0)]),
-    "down": (18.8, [(8, 32, 512, 4, 2, 4, 2560, 0, 0), (8, 16, 512, 4, 1, 4, 2560, 0, 0)]),
-}
 
 
 def product(x, weight, bias, config, pdl=True, laid=torch.bfloat16):
@@ -141,89 +129,21 @@ def check(facts, compiled, device, end):
     return counts
 
 
-# -- times ---------------------------------------------------------------------------------------------------------
-
-
-def timed(facts, name, m):
-    """Cuts of a product, the derived one first; those without a ring last."""
-    n, k = PRODUCTS[name]
-    found = [
-        config
-        for config in rank_configs(facts, "linear_parts", m=m, n=n, k=k, stored=STORED)
-        if config.descriptor == STREAMED
-    ]
-    found = [config for config in found if config.block_n == 16 or config is found[0]]
-    kinds = {}
-    for config in found:  # the best of each kind first
-        kinds.setdefault((config.split, config.warps, config.prefetch_columns), []).append(config)
-    order = [
-        config
-        for each in zip(*(row[:2] + [None] * (2 - len(row)) for row in kinds.values()), strict=False)
-        for config in each
-        if config
-    ]
-    order = list(dict.fromkeys(found[:1] + order))[: 24 if m == 1 else 4]
-    order += [replace(order[0], stages=stages) for stages in (4, 8) if stages < order[0].stages]
-    return order + [MatmulConfig(*each) for each in KNOWN[name][1] if m == 1]
-
-
-def times(facts, name, compiled, device, end):
-    """Rows of microseconds and cut, fastest first."""
-    n, k = PRODUCTS[name]
-    first = weight_format("int4").random_weight(n, k, device=device)
-    weights = [first, *(weight_format("int4").random_weight(n, k, device=device) for _ in range(ROTATE // first.nbytes))]
-    rows = {}
-    for m in (1, 8):
-        tokens = torch.randn(m, k, device=device).to(torch.bfloat16)
-        for config in timed(facts, name, m):
-            if time.monotonic() > end or (config, n, k, False) not in compiled:
-                continue
-            going(f"{name}, {config.as_list()}")
-            x = permute_rows(tokens, False, row_layout(config))
-            try:
-                us = microseconds(
-                    lambda number, x=x, config=config: product(x, weights[number % len(weights)], None, config), repeats=5
-                )
-                rows.setdefault(m, []).append((round(us, 2), config))
-            except Exception as error:  # the next one may run
-                print(f"FAILED {name}, {config.as_list()}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        rows.setdefault(m, []).sort(key=lambda row: row[0])
-    return rows, first.nbytes
-
-
 def main() -> int:
     begun = time.monotonic()
     end = begun + float(sys.argv[1] if len(sys.argv) > 1 else 150)
     device = torch.device("cuda")
     facts = facts_of(torch.cuda.get_device_properties(device))
-    checks = [(config, n, k, biased) for n, k, _, config, biased in cases(facts)]
-    measured = [(config, *PRODUCTS[name], False) for name in PRODUCTS for m in (1, 8) for config in timed(facts, name, m)]
     context = multiprocessing.get_context("spawn")
     workers = max(1, min((os.cpu_count() or 2) - 1, 15))
-    result = {"device": torch.cuda.get_device_name(device)}
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        jobs = {job: pool.submit(compile_one, *job) for job in dict.fromkeys(checks + measured)}
+        checks = dict.fromkeys((config, n, k, biased) for n, k, _, config, biased in cases(facts))
+        jobs = {job: pool.submit(compile_one, *job) for job in checks}
         watched()
-        compiled = waited({job: jobs[job] for job in dict.fromkeys(checks)}, end)
+        compiled = waited(jobs, end)
         print(f"{len(compiled)} cuts to check compiled after {time.monotonic() - begun:.0f} s", flush=True)
         right, bad = check(facts, compiled, device, end)
-        result |= {"right": right, "wrong": bad}
         print(f"CHECKED {right + bad} cases: {bad} WRONG, after {time.monotonic() - begun:.0f} s", flush=True)
-        compiled |= waited({job: jobs[job] for job in dict.fromkeys(measured)}, end)
-        print(f"all compiled after {time.monotonic() - begun:.0f} s", flush=True)
-        for name in PRODUCTS:
-            try:
-                rows, size = times(facts, name, compiled, device, end)
-            except Exception as error:
-                print(f"FAILED {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                continue
-            print(f"-- {name}: {PRODUCTS[name]}, {size / 1e6:.1f} MB; without a ring {KNOWN[name][0]} us")
-            for m, found in rows.items():
-                for us, config in found:
-                    how = "ring" if config.descriptor == STREAMED else "    "
-                    print(f"  {m} tokens {us:7.2f} us {size / us / 1e3:6.0f} GB/s {how} {config.as_list()}", flush=True)
-            result[name] = {m: [(us, config.as_list()) for us, config in found] for m, found in rows.items()}
-        print(json.dumps(result), flush=True)
         pool.shutdown(wait=False, cancel_futures=True)
     return 0 if right and not bad else 1
 

@@ -12,14 +12,10 @@ from kernels.devices import DEVICES
 from outrider.device import KernelSet
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
-from outrider.model.config.shapes import SHAPES
 from outrider.model.quantization.loading import to_device
-from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, placed_pairs, sorted_pairs, sum_expert_rows
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.quantized.plan import plan
-from outrider_triton.tiles.configs import LARGE_M, MatmulConfig
-from outrider_triton.tiles.derive.fits import shared_bytes
+from outrider_triton.tiles.configs import LARGE_M
 
 REFERENCE = KernelSet()
 # Tokens, experts, experts of a token, hidden and inner size: compared pairs, all experts, sorted blocks of several sizes.
@@ -222,45 +218,6 @@ PAIRS = given(
 test_some_pairs_are_laid_out_alike, test_many_pairs_are_laid_out_alike = some_and_many(
     laid_out_alike, PAIRS, some=2, many=100
 )
-
-
-@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "mixtral-8x7b"])
-def test_every_configuration_of_experts_is_known_beforehand(shape):
-    kernels, config = TritonKernels(DEVICES["H200"]), SHAPES[shape]
-    experts = config.experts
-    stack = torch.empty(experts.count, 2 * experts.intermediate_size, config.hidden_size, dtype=torch.bfloat16, device="meta")
-    counts = kernels.mixtures._token_counts(experts.count, experts.per_token)
-    known = {kernels.mixtures.experts_config(tokens, experts.per_token, stack) for tokens in counts}
-    assert {kernels.mixtures.experts_config(tokens, experts.per_token, stack) for tokens in range(1, 5000)} == known
-
-
-@pytest.mark.parametrize("name", ["H100", "L4", "MI300X", "RTX 3090"])
-@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "mixtral-8x7b"])
-def test_what_is_derived_fits(name, shape):
-    kernels, config = TritonKernels(DEVICES[name]), SHAPES[shape]
-    experts = config.experts
-    stack = torch.empty(experts.count, 2 * experts.intermediate_size, config.hidden_size, dtype=torch.bfloat16, device="meta")
-    for tokens in (1, 4, 8, 32, 33, 64, 65, 500, 4000):
-        size, *cuts = kernels.mixtures.experts_config(tokens, experts.per_token, stack)
-        assert bool(size) is (tokens > 32)
-        for operator, cut in zip(("linear_silu_mul", "linear"), cuts, strict=True):
-            assert isinstance(cut, MatmulConfig)
-            assert shared_bytes(kernels.facts, operator, cut) <= kernels.facts.shared_bytes
-            assert cut.block_m >= (size or tokens)
-            assert not cut.rows_per_program
-            assert cut.split == 1
-
-
-def test_experts_in_e4m3_with_scales_of_blocks_have_a_configuration_for_any_number_of_tokens():
-    """Also for as many as a single product has in shares of units."""
-    facts, blocks = DEVICES["H100"], {"rows": 128, "columns": 128, "activation_group": 128}
-    way = WeightFormat(elements=FP8, activations=FP8, **blocks)
-    weight = way.random_weight(256, 2048, device=torch.device("cpu"))
-    stored = plan(facts, weight, planes=False).stored("fp8")
-    assert stored.shares_units
-    for tokens in (1, 32, 33, 400, 2048, 9000):
-        made = ExpertProducts(facts)._configs(tokens, 8, (128, 768, 2048), ("linear_parts", "linear_parts"), (stored, stored))
-        assert all(cut.descriptor == 0 for cut in made[1:])
 
 
 QUANTIZED = {

@@ -1,11 +1,9 @@
-"""Quantised products through rings: what is launched, and that it is known beforehand.
+"""Quantised products through rings: what is launched. That it is known beforehand is in ``test_random_shapes.py``.
 
 The kernels are in Gluon, which the interpreter doesn't know; they are compiled in ``test_compile.py``, and held against the
 reference on a device by ``quantized_on_device.py``.
 """
 
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
@@ -23,7 +21,6 @@ from outrider.device.kernels.formats import FP8, INT4
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, WeightFormat
 from outrider_triton.blocks import DeferredQuantized
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import _ahead
 from outrider_triton.products import streamed
 from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.quantized.plan import plan
@@ -47,31 +44,18 @@ def _weights_without_values():
 
 @pytest.fixture
 def launched(instead_of_launching):
-    """Kernels that were launched, and what makes their variants; nothing runs."""
+    """Kernels that were launched, their descriptors' blocks and their constants; nothing runs."""
     calls = []
 
     def launch(kernel, grid, *arguments, pdl, warps=0, **settings):
         known = dict(zip(kernel.arg_names, arguments, strict=False))
         blocks = tuple(tuple(known[each].block_shape) for each in ("x", "w") if hasattr(known.get(each), "block_shape"))
-        missing = tuple(sorted(name for name, value in known.items() if value is None))
-        calls.append((kernel.__name__, _ahead.get(), (blocks, missing, tuple(sorted(settings.items())))))
+        calls.append((kernel.__name__, blocks, settings))
         if kernel.__name__.startswith(("streamed", "multiply_scaled", "add_shared")):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
     instead_of_launching(launch)
     return calls
-
-
-@contextmanager
-def known_beforehand(launched, wanted):
-    """The variants that are launched inside of kernels whose names are ``wanted``: all of them were so before."""
-    known = {(name, variant) for name, _, variant in launched if wanted(name)}
-    assert any(ahead for _, ahead, _ in launched)
-    launched.clear()
-    served = set()
-    yield served
-    served |= {(name, variant) for name, _, variant in launched if wanted(name)}
-    assert served <= known
 
 
 @pytest.fixture(scope="module")
@@ -106,25 +90,13 @@ def turns(kernels, weights, m):
 def test_products_come_through_rings_and_one_turns_its_rows(m, launched, kernels, weights):
     assert gates(kernels, weights, m).shape == (m, 2 * INNER)
     assert turns(kernels, weights, m).shape == (m, HEADS, SIZE)
-    names = [name for name, _, _ in launched]
+    names = [name for name, *_ in launched]
     between = ["streamed_linear", "add_rms_norm_quantize"]
     assert names == ["quantize_rows", *between, "streamed_linear", "silu_mul_quantize", *between, "streamed_rope_write_cache"]
-    for name, _, (blocks, _, settings) in launched:
+    for name, blocks, settings in launched:
         if name.startswith("streamed"):
-            assert dict(settings)["ROWS"] == 1
+            assert settings["ROWS"] == 1
             assert blocks[0] == (next(room for room in (8, 16, 32) if room >= m), 128)
-
-
-def test_every_variant_is_compiled_beforehand(launched, kernels, weights):
-    with kernels.every_variant():
-        gates(kernels, weights, 4)
-        turns(kernels, weights, 40)
-        turns(kernels, weights, 4)
-    with known_beforehand(launched, lambda name: name.startswith("streamed")) as served:
-        for m in range(1, 65):
-            gates(kernels, weights, m)
-            turns(kernels, weights, m)
-    assert len(served) >= 8
 
 
 def activated(kernels, weights, batch, width):
@@ -198,21 +170,10 @@ def test_of_33_to_128_tokens_blocks_are_multiplied_in_shares(m, launched, kernel
     shares = ["multiply_scaled_blocks", "add_shared_tiles"] if 32 < m <= 128 else []
     assert gates(kernels, block_weights, m).shape == (m, 2 * INNER)
     assert turns(kernels, block_weights, m).shape == (m, HEADS, SIZE)
-    names = [name for name, _, _ in launched if "scaled" in name or "shared" in name]
+    names = [name for name, *_ in launched if "scaled" in name or "shared" in name]
     assert names == [*shares, *shares[:1], *shares, *shares]
-    rows = {blocks for name, _, (blocks, _, _) in launched if name == "multiply_scaled_blocks"}
+    rows = {blocks for name, blocks, _ in launched if name == "multiply_scaled_blocks"}
     assert rows == ({((64 if m <= 64 else 128, 128), (128, 128))} if shares else set())
-
-
-def test_every_variant_of_shares_is_compiled_beforehand(launched, kernels, block_weights):
-    with kernels.every_variant():
-        gates(kernels, block_weights, 4)
-        turns(kernels, block_weights, 4)
-    with known_beforehand(launched, lambda name: "scaled" in name or "shared" in name) as served:
-        for m in (33, 64, 65, 128):
-            gates(kernels, block_weights, m)
-            turns(kernels, block_weights, m)
-    assert len(served) >= 8
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 32])
@@ -220,7 +181,7 @@ def test_gate_and_up_end_in_their_activation(m, launched, kernels, weights):
     made = activated(kernels, weights, m, 1)
     assert (made.x.shape, made.gated, made.weight is weights["down"]) == ((m, INNER), False, True)
     assert made.maxima.shape[1] == m
-    names = [name for name, _, _ in launched if name not in ("paged_attention_ring", "join_splits")]
+    names = [name for name, *_ in launched if name not in ("paged_attention_ring", "join_splits")]
     between = ["streamed_linear", "add_rms_norm_quantize"]
     rest = ["quantize_by_maxima", *between, "streamed_rope_write_cache"]
     assert names == ["quantize_rows", *between, "streamed_silu_mul", *rest]
@@ -233,18 +194,7 @@ def test_what_leaves_its_activation_to_others(launched, kernels, weights):
     way = WeightFormat(elements=FP8, columns=128, rows=128, activations=FP8, activation_group=128)
     blocks = way.random_weight(2 * INNER, HIDDEN, device=torch.device("cpu"))
     assert activated(kernels, {**weights, "gates": blocks}, 4, 1).gated
-    assert "streamed_silu_mul" not in {name for name, _, _ in launched}
-
-
-def test_every_variant_of_a_layer_is_compiled_beforehand(launched, kernels, weights):
-    with kernels.every_variant():
-        activated(kernels, weights, 4, 1)
-        activated(kernels, weights, 80, 1)
-    names = {"quantize_by_maxima", "silu_mul_quantize", "streamed_silu_mul", "streamed_linear", "streamed_rope_write_cache"}
-    with known_beforehand(launched, names.__contains__) as served:
-        for batch in range(1, 65):
-            activated(kernels, weights, batch, 1)
-    assert {name for name, _ in served} == names - {"silu_mul_quantize"}
+    assert "streamed_silu_mul" not in {name for name, *_ in launched}
 
 
 def ends(kernels, weights, m):
@@ -266,21 +216,9 @@ def test_the_ends_of_a_stack_take_no_kernel_more_than_its_middle(m, launched, ke
     ends(kernels, weights, m)
     fused = ["embed_beside_quantize", "streamed_linear"]
     first, last = ["quantize_rows", "streamed_rope_write_cache"], ["quantize_by_maxima", "streamed_linear"]
-    assert [name for name, _, _ in launched] == [*fused, *first, *last, *last, "add_rms_norm"]
-    added = [dict(settings)["ADD"] for name, _, (_, _, settings) in launched if name == "streamed_linear"]
+    assert [name for name, *_ in launched] == [*fused, *first, *last, *last, "add_rms_norm"]
+    added = [settings["ADD"] for name, _, settings in launched if name == "streamed_linear"]
     assert added == [False, True, False]
-
-
-def test_every_variant_of_the_ends_is_compiled_beforehand(launched, kernels, weights):
-    with kernels.every_variant():
-        ends(kernels, weights, 4)
-        ends(kernels, weights, 80)
-    names = {"quantize_rows", "quantize_by_maxima", "streamed_linear", "streamed_rope_write_cache", "add_rms_norm"}
-    names.add("embed_beside_quantize")
-    with known_beforehand(launched, names.__contains__) as served:
-        for m in range(1, 65):
-            ends(kernels, weights, m)
-    assert {name for name, _ in served} == names
 
 
 def attending(batch, width):
@@ -301,28 +239,6 @@ def attending(batch, width):
     return q, caches, metadata
 
 
-def attended(kernels, output, gates, batch, width):
-    q, caches, metadata = attending(batch, width)
-    residual, norm = torch.zeros(batch * width, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
-    attended_mlp(kernels, q, *caches, metadata, output, None, residual, norm, 1e-5, gates, None, output, None, scale=0.1)
-
-
-def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched, kernels):
-    """In digits for few tokens, in planes for more; by kernels of their own where attention isn't split."""
-    four, there = WeightFormat(elements=INT4, columns=128), torch.device("cpu")
-    output, gates = (four.random_weight(n, HEADS * SIZE, device=there) for n in (HIDDEN, 2 * INNER))
-    names = {"join_splits", "paged_attention_ring", "lay_in_planes", "streamed_planes", "linear_planes"}
-    with kernels.every_variant():
-        attended(kernels, output, gates, 1, 4)
-    with known_beforehand(launched, names.__contains__) as served:
-        for batch, width in ((1, 1), (1, 4), (2, 4), (3, 4), (8, 4), (16, 4), (64, 1)):
-            attended(kernels, output, gates, batch, width)
-    by_name = Counter(name for name, _ in served)
-    assert by_name["join_splits"] >= 3
-    assert by_name["streamed_planes"] >= 2
-    assert by_name["lay_in_planes"]
-
-
 @pytest.fixture
 def four_bits():
     way, shapes = WeightFormat(elements=INT4, columns=128), {"down": (HIDDEN, INNER), "turned": (TURNED, HIDDEN)}
@@ -333,15 +249,15 @@ def four_bits():
 @pytest.mark.parametrize(("m", "turned"), [(1, True), (4, True), (5, True), (16, True), (17, False), (64, False)])
 def test_queries_and_keys_of_four_bits_turn_in_the_ring(m, turned, launched, kernels, four_bits):
     assert turns(kernels, four_bits, m).shape == (m, HEADS, SIZE)
-    names = [name for name, _, _ in launched]
+    names = [name for name, *_ in launched]
     if turned:
         # One token's SwiGLU is the product's own.
         assert names == [*(["silu_mul"] if m > 1 else []), "streamed_planes", "add_rms_norm", "streamed_planes"]
-        gated = [dict(settings)["GATED"] for name, _, (_, _, settings) in launched if name == "streamed_planes"]
+        gated = [settings["GATED"] for name, _, settings in launched if name == "streamed_planes"]
         assert gated == [m == 1, False]
     else:
         assert names == ["silu_mul", "linear_planes", "add_rms_norm", "linear_planes", "add_parts_rope_write_cache"]
-    halves = [dict(settings)["HALF"] for name, _, (_, _, settings) in launched if name == "streamed_planes"]
+    halves = [settings["HALF"] for name, _, settings in launched if name == "streamed_planes"]
     assert halves == ([0, SIZE // 2] if turned else [])
 
 
@@ -353,17 +269,7 @@ def test_queries_and_keys_of_four_bits_turn_without_a_norm(m, turned, launched, 
     )
     assert made.shape == (m, HEADS, SIZE)
     behind = ["streamed_planes"] if turned else ["linear_planes", "add_parts_rope_write_cache"]
-    assert [name for name, _, _ in launched] == ["lay_in_planes", *behind]
-
-
-def test_every_variant_that_turns_is_compiled_beforehand(launched, kernels, four_bits):
-    with kernels.every_variant():
-        turns(kernels, four_bits, 40)
-    names = {"streamed_planes", "add_parts_rope_write_cache", "linear_planes", "add_rms_norm", "silu_mul"}
-    with known_beforehand(launched, names.__contains__) as served:
-        for m in range(1, 65):
-            turns(kernels, four_bits, m)
-    assert {name for name, _ in served} == names
+    assert [name for name, *_ in launched] == ["lay_in_planes", *behind]
 
 
 @pytest.mark.parametrize("m", [1, 4, 32])
@@ -374,11 +280,11 @@ def test_blocks_of_one_piece_of_columns_come_through_rings(m, launched, kernels)
     first, second = way.random_weight(HIDDEN, INNER, device=cpu), way.random_weight(2 * INNER, HIDDEN, device=cpu)
     added = QuantizedProduct(torch.zeros(m, 2 * INNER, dtype=BF16), first, None, gated=True)
     kernels.quantized.norm_linear_quantized(added, residual, norm, 1e-5, second)
-    names = [name for name, _, _ in launched]
+    names = [name for name, *_ in launched]
     assert names == ["silu_mul_quantize", "streamed_linear", "add_rms_norm_quantize", "streamed_linear"]
-    for name, _, (_, _, settings) in launched:
+    for name, _, settings in launched:
         if name == "streamed_linear":
-            assert (dict(settings)["ROWS"], dict(settings)["BLOCKS"]) == (128, True)
+            assert (settings["ROWS"], settings["BLOCKS"]) == (128, True)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -391,7 +297,7 @@ def test_the_norm_of_a_recurrent_block_quantises_its_rows(count, launched, kerne
     block = SimpleNamespace(norm=norm, eps=1e-6, projections=(weight, small)[:count])
     made = kernels._projections(ResidualStream(kernels, rows, pending), block)
     assert [each.shape for each in made] == [(4, HIDDEN), (4, 16)][:count]
-    names = [name for name, _, _ in launched]
+    names = [name for name, *_ in launched]
     assert names[:4] == ["quantize_rows", "streamed_linear", "add_rms_norm_quantize", "streamed_linear"]
     assert len(names) == 3 + count
 
@@ -405,7 +311,7 @@ def test_what_does_not_come_through_rings(other, launched):
         way = WeightFormat(elements=FP8, columns=64, rows=64, activations=FP8, activation_group=64)
     weight = way.random_weight(1024, columns, device=torch.device("cpu"))
     kernels.linear_quantized(torch.zeros(4, columns, dtype=BF16), weight)
-    assert [name for name, _, _ in launched][:2] == ["quantize_rows", "linear_quantized"]
+    assert [name for name, *_ in launched][:2] == ["quantize_rows", "linear_quantized"]
 
 
 @pytest.mark.parametrize("operator", ["linear_parts", "linear_rope"])
@@ -428,7 +334,7 @@ def test_a_unit_of_eight_bits_has_one_piece_or_two(columns, allowed, launched, w
     own, quantized = (x, weight.data[:, :3072].contiguous(), None, out, config, True), (scales, weight.scales, 1)
     if allowed:
         streamed.multiply(*own, quantized=quantized)
-        assert [name for name, _, _ in launched] == ["streamed_linear"]
+        assert [name for name, *_ in launched] == ["streamed_linear"]
     else:
         with pytest.raises(RuntimeError, match="one or two pieces of 128"):
             streamed.multiply(*own, quantized=quantized)

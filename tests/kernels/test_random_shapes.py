@@ -4,8 +4,9 @@ warm-up asks for every kernel that a batch needs later.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -32,6 +33,7 @@ from outrider.device import (
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.device.kernels.weights import linear
 from outrider.model.checkpoint.files import TensorSlice
+from outrider.model.config.shapes import SHAPES
 from outrider.model.quantization.loading import slice_weight
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.kernelset import TritonKernels
@@ -108,12 +110,24 @@ def experts_fit(device, form, routed, hidden, inner):
         return mixtures._configs(tokens, chosen, (count, inner, hidden), operators, storages)
 
     known = {configs(tokens) for tokens in mixtures._token_counts(count, chosen)}
-    for tokens in TOKENS:
+    for tokens in (*range(1, 300), *TOKENS):
         size, *tilings = configs(tokens)
         assert (size, *tilings) in known, tokens
+        assert bool(size) is (tokens > 32), tokens
         for operator, tiling, stored in zip(operators, tilings, storages, strict=True):
             assert shared_bytes(facts, operator, tiling, stored) <= facts.shared_bytes, tokens
             assert tiling.block_m == size or (not size and tiling.block_m >= tokens), tokens
+            assert (tiling.split, tiling.rows_per_program) == (1, 0), tokens
+            assert tiling.descriptor == 0 or form is None, tokens  # shares of units are for single products
+
+
+def with_published_experts(test):
+    """The test with the experts of two published shapes as explicit examples."""
+    for shape, device in itertools.product(("qwen3-30b-a3b", "mixtral-8x7b"), ("H100", "H200", "L4", "MI300X", "RTX 3090")):
+        config, routed = SHAPES[shape], SHAPES[shape].experts
+        sizes = {"hidden": config.hidden_size, "inner": routed.intermediate_size}
+        test = example(device=device, form=None, routed=(routed.count, routed.per_token), **sizes)(test)
+    return test
 
 
 def attention_fits(device, group, kv_heads, size, bytes_of, page, batch, max_query, max_kv):
@@ -141,7 +155,7 @@ test_some_products_fit, test_many_products_fit = some_and_many(
     many=200,
 )
 test_some_experts_fit, test_many_experts_fit = some_and_many(
-    example(device="H200", form="fp8-block", routed=(128, 8), hidden=2048, inner=768)(experts_fit),
+    with_published_experts(example(device="H200", form="fp8-block", routed=(128, 8), hidden=2048, inner=768)(experts_fit)),
     given(device=st.sampled_from(tuple(DEVICES)), form=formats, routed=experts, hidden=sizes, inner=inner_sizes),
     some=12,
     many=500,
@@ -259,13 +273,14 @@ def forward(kernels, model, blocks, caches, batch, queries, *, prefill):
         stream = step(stream, blocks[1])
     rows = stream.norm(blocks[0].norm, 1e-5)
     linear(kernels, rows[:batch] if prefill else rows, blocks[2])
+    step(ResidualStream(kernels, rows), blocks[1]).add()
     if not prefill:
         table = model.empty(model.vocabulary, model.hidden)
         kernels.fuse_embedding(torch.empty(tokens, dtype=torch.int64, device=META), table, rows, blocks[3])
 
 
 @pytest.fixture
-def asked(instead_of_launching):
+def asked(instead_of_launching, monkeypatch):
     """Variants of kernels that are asked for: the name, constants, warps, and properties of operands that select one."""
     variants = {}
 
@@ -286,6 +301,7 @@ def asked(instead_of_launching):
         )
         variants.setdefault((kernel.fn.__name__, *selected, warps, *map(str, constants.items())))
 
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has fewer products
     instead_of_launching(record)
     return variants
 
@@ -380,3 +396,13 @@ def test_short_prompts_ask_for_kernels_of_large_batches(asked, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "CHUNK", 64)
     model = Model(form="fp8-tensor", hidden=512, inner=96, routed=None, **HEADS)
     warm_up_asks_for_every_kernel(asked, "A100", model, 0, False, (3, 200))
+
+
+@pytest.mark.parametrize("form", [None, "fp8", "fp8-block", "int8", "int4"])
+def test_warm_up_asks_for_every_kernel_of_a_published_shape(form, asked):
+    """Quantised products change kernels at 17, 33, 65 and 129 tokens, and split attention with the number of requests."""
+    model = Model(form=form, hidden=4096, inner=14336, routed=None, kv_heads=8, group=4, size=128)
+    batches = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 48, 64, 65, 128, 129)
+    warm_up_asks_for_every_kernel(asked, "H200", model, 0, False, batches)
+    for each in (model, replace(model, head_norms=True)):
+        warm_up_asks_for_every_kernel(asked, "H200", each, 3, True, (1, 2, 3, 4, 8, 16, 40))

@@ -28,8 +28,8 @@ from outrider_triton.products import dense
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.fits import OPERATORS
 from outrider_triton.tiles.derive.products import choose_config
+from outrider_triton.tiles.selection import VariantScope, attention_configs, share_counts
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, ProductEntry, Table, layer_of, load
-from outrider_triton.tiles.variants import VariantScope, attention_configs, share_counts
 
 TINY = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
 SPLIT = MatmulConfig(16, 16, 32, 2, 4, 2, 0, 0)

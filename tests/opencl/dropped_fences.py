@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from outrider.device import Fence
 from outrider.engine.fences import FENCES
-from outrider_proof.decode_explorer import DecodeExplorer
 from outrider_proof.decode_program import WrongTokens
+from outrider_proof.explorations import DecodeExplorer
 from outrider_proof.fence_log import FenceLog
 from outrider_sanitizer import RaceError
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from outrider import Engine
 from outrider.device import Backend, OutriderError
-from outrider_proof.decode_explorer import implied_by
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, draft_length_of
 from outrider_proof.engine_setups import random_host_program, reference_tokens
+from outrider_proof.explorations import implied_by
 from outrider_proof.fence_log import FenceLog
 from outrider_proof.monitors import OverlapMonitor
 from outrider_sanitizer import RaceError, watch

@@ -9,7 +9,7 @@ from outrider.device import CapabilityError
 from outrider.engine.requests.draft_length import LengthSchedule
 from outrider_proof.decode_program import MOVING
 from outrider_proof.engine_setups import MODES, PERSONALITIES, PROPOSERS, VISION, random_host_program
-from outrider_proof.quantised import QUANTISED
+from outrider_proof.proposers import QUANTISED
 from proof.program_checks import drop_fence, measure_rate, prove_program, run_once_checked
 from proof.setups import EngineSetup, all_setups, engines_for
 

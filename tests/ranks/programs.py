@@ -14,7 +14,7 @@ from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.requests.draft_length import LengthSchedule
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
-from outrider_proof.guides import ResidueGrammars
+from outrider_proof.decode_program import ResidueGrammars
 from outrider_proof.tiny import VOCABULARY, plain_config
 
 LAYOUTS = (ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(tensor=2, data=2), ParallelConfig(tensor=4))

@@ -18,8 +18,8 @@ from outrider.speculative.lookup import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
 from outrider_proof.checkpoints import IMAGE
+from outrider_proof.decode_program import ResidueGrammars, Residues
 from outrider_proof.engine_setups import pictures, vision_checkpoint
-from outrider_proof.guides import ResidueGrammars, Residues
 from outrider_proof.tiny import plain_config
 
 TENSOR, DATA = ParallelConfig(tensor=2), ParallelConfig(data=2)

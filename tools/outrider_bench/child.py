@@ -28,8 +28,8 @@ _MAX_ERROR_CHARACTERS = 400
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): ?\S.*")
 
 
-class ChildFailed(OutriderError):
-    """Raised if a child process ends without a result; the message says how it ended."""
+class BenchFailed(OutriderError):
+    """Raised if a measured process or server ends or answers without a result; the message says how."""
 
 
 def how_it_ended(name: str, code: int | None, lines: Sequence[str]) -> str:
@@ -55,7 +55,7 @@ def run_child(
     """Call ``function`` (``MODULE:FUNCTION``) with ``work`` and ``started`` in a new process, and return its result.
 
     ``started`` is the wall-clock time of the start in seconds. ``variables`` extend the environment. The processes that the
-    child has started end with the child, so that the device is free for the next measurement. Raises :class:`ChildFailed`
+    child has started end with the child, so that the device is free for the next measurement. Raises :class:`BenchFailed`
     if the child fails or takes longer than ``limit_s`` seconds.
     """
     given = json.dumps({**work, "started": time.time()})
@@ -67,16 +67,16 @@ def run_child(
             try:
                 child.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:
-                raise ChildFailed(f"{function} wasn't done within {limit_s:g} s; its processes were ended") from None
+                raise BenchFailed(f"{function} wasn't done within {limit_s:g} s; its processes were ended") from None
         lines, errors = printed_lines(out), printed_lines(err)
     try:
         found = json.loads(lines[-1]) if lines else None
     except ValueError:
         found = None
     if isinstance(found, dict) and "failed" in found:
-        raise ChildFailed(str(found["failed"]))
+        raise BenchFailed(str(found["failed"]))
     if child.returncode or not isinstance(found, dict):
-        raise ChildFailed(how_it_ended(function, child.returncode, errors))
+        raise BenchFailed(how_it_ended(function, child.returncode, errors))
     return found
 
 
@@ -106,7 +106,7 @@ class ChildSession:
         self._answers = JsonLines(child.stdout.fileno())
 
     def ask(self, request: Mapping[str, object], *, limit_s: float) -> dict[str, Any]:
-        """Send a request and return the answer. Raises :class:`ChildFailed` if the run or the child fails."""
+        """Send a request and return the answer. Raises :class:`BenchFailed` if the run or the child fails."""
         assert self._child.stdin is not None
         if self._child.poll() is not None:
             self._fail()
@@ -118,7 +118,7 @@ class ChildSession:
         return self.answer(limit_s=limit_s)
 
     def answer(self, *, limit_s: float) -> dict[str, Any]:
-        """Return the next answer line of the child. Raises :class:`ChildFailed` if no line arrives within ``limit_s``
+        """Return the next answer line of the child. Raises :class:`BenchFailed` if no line arrives within ``limit_s``
         seconds.
         """
         found = self._answers.read_line(limit_s)
@@ -126,16 +126,16 @@ class ChildSession:
             # A late answer would be taken for that of the next run, and the other engines need the device.
             kill_session(self._child)
             self._child.wait()
-            raise ChildFailed(f"{self.module} didn't answer within {limit_s:g} s; it was ended")
+            raise BenchFailed(f"{self.module} didn't answer within {limit_s:g} s; it was ended")
         if not found:
             self._fail()
         if "failed" in found:
-            raise ChildFailed(str(found["failed"]))
+            raise BenchFailed(str(found["failed"]))
         return found
 
     def _fail(self) -> None:
         code = self._child.wait()
-        raise ChildFailed(how_it_ended(self.module, code, printed_lines(self._errors)))
+        raise BenchFailed(how_it_ended(self.module, code, printed_lines(self._errors)))
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def open_session(
     """Start ``python -m module`` and wait until its engine is ready; on exit end it and the processes that it started.
 
     The child gets ``work`` and ``scratch``, a directory that is removed on exit. ``log`` is a file for the child's output,
-    ``python`` the interpreter. Raises :class:`ChildFailed`.
+    ``python`` the interpreter. Raises :class:`BenchFailed`.
     """
     with (
         scratch_directory("outrider-peers-") as scratch,

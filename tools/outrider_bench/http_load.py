@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.device.errors import OutriderError
 from outrider.registry.children import child_session
-from outrider_bench.answers import StreamedAnswer
-from outrider_bench.child import ChildFailed, how_it_ended, printed_lines, run_child
+from outrider_bench.child import BenchFailed, how_it_ended, printed_lines, run_child
+from outrider_bench.load import StreamedAnswer
 
 _VOCABULARY = 400
 _SEED_STRIDE, _WARM_UP_SEED = 1 << 20, 1 << 19
@@ -34,10 +33,6 @@ _MAX_LINE_BYTES = 1 << 22
 _MAX_PROCESSES = 4
 _CLIENTS_PER_PROCESS = 8
 _PERCENTILES = (50, 95, 99)
-
-
-class ServerFailed(OutriderError):
-    """Raised if a server answers a request with an error, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +85,7 @@ class HttpLoad:
 
 
 async def run_load(load: HttpLoad) -> list[StreamedAnswer]:
-    """Send all requests and return their answers. Raises :class:`ServerFailed`."""
+    """Send all requests and return their answers. Raises :class:`BenchFailed`."""
     clients = [_client(load, number) for number in range(load.clients)]
     return [each for answers in await asyncio.gather(*clients) for each in answers]
 
@@ -115,15 +110,15 @@ async def _client(load: HttpLoad, number: int) -> list[StreamedAnswer]:
                 _check_tokens(answer, load.new_tokens)
                 answers.append(answer)
     except TimeoutError:
-        raise ServerFailed(f"{load.url} didn't answer within {_CLIENT_LIMIT_S:g} s") from None
+        raise BenchFailed(f"{load.url} didn't answer within {_CLIENT_LIMIT_S:g} s") from None
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         how = "can't be reached" if writer is None else "hung up"
-        raise ServerFailed(f"{load.url} {how}: {error}") from None
+        raise BenchFailed(f"{load.url} {how}: {error}") from None
     except OSError as error:
-        raise ServerFailed(f"{load.url} can't be reached: {error.strerror or error}") from None
+        raise BenchFailed(f"{load.url} can't be reached: {error.strerror or error}") from None
     except (ValueError, LookupError, TypeError, AttributeError, asyncio.LimitOverrunError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ServerFailed(f"{load.url} answered with something else than completions of OpenAI's API: {why}") from None
+        raise BenchFailed(f"{load.url} answered with something else than completions of OpenAI's API: {why}") from None
     finally:
         if writer is not None:
             writer.close()
@@ -131,12 +126,12 @@ async def _client(load: HttpLoad, number: int) -> list[StreamedAnswer]:
 
 
 def _check_tokens(answer: StreamedAnswer, wanted: int) -> None:
-    """Raise :class:`ServerFailed` if ``answer`` lacks tokens."""
+    """Raise :class:`BenchFailed` if ``answer`` lacks tokens."""
     found = sum(answer.tokens)
     if not found:
-        raise ServerFailed("an answer said of no token that it has one: the load is for servers that know return_token_ids")
+        raise BenchFailed("an answer said of no token that it has one: the load is for servers that know return_token_ids")
     if found != wanted:
-        raise ServerFailed(f"asked for {wanted} new tokens, an answer had {found}: that isn't the same work")
+        raise BenchFailed(f"asked for {wanted} new tokens, an answer had {found}: that isn't the same work")
 
 
 async def _read_answer(reader: asyncio.StreamReader, answer: StreamedAnswer) -> None:
@@ -144,9 +139,9 @@ async def _read_answer(reader: asyncio.StreamReader, answer: StreamedAnswer) -> 
     head = await reader.readuntil(b"\r\n\r\n")
     status = head.split(b" ", 2)[1]
     if status != b"200":
-        raise ServerFailed(f"the server answered with status {status.decode()}: {(await reader.read(500)).decode()}")
+        raise BenchFailed(f"the server answered with status {status.decode()}: {(await reader.read(500)).decode()}")
     if b"chunked" not in head.lower():
-        raise ServerFailed("the server's answer isn't a stream in chunks")
+        raise BenchFailed("the server's answer isn't a stream in chunks")
     held = b""
     while size := int(await reader.readline(), 16):
         held += (await reader.readexactly(size + 2))[:-2]
@@ -163,7 +158,7 @@ def _count_tokens(event: bytes) -> int:
         return 0
     data = json.loads(event[6:])
     if "error" in data:
-        raise ServerFailed(f"the server ended a stream with an error: {data['error']}")
+        raise BenchFailed(f"the server ended a stream with an error: {data['error']}")
     return sum(len(choice.get("token_ids") or ()) for choice in data["choices"])
 
 
@@ -171,7 +166,7 @@ def _count_tokens(event: bytes) -> int:
 
 
 def run_clients(load: HttpLoad) -> list[StreamedAnswer]:
-    """Send the requests of all clients from several processes and return the answers. Raises :class:`ChildFailed`."""
+    """Send the requests of all clients from several processes and return the answers. Raises :class:`BenchFailed`."""
     processes = max(1, min(_MAX_PROCESSES, load.clients // _CLIENTS_PER_PROCESS))
     shares = [load.clients // processes + (number < load.clients % processes) for number in range(processes)]
     parts = [replace(load, clients=share, first=load.first + sum(shares[:number])) for number, share in enumerate(shares)]
@@ -202,14 +197,14 @@ def answer_part(work: Mapping[str, Any]) -> dict[str, object]:
 
 
 def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float = _LOAD_LIMIT_S) -> dict[str, Any]:
-    """Run vLLM's generator and return the figures of :func:`~outrider_bench.answers.summarize`; one round warms up.
+    """Run vLLM's generator and return the figures of :func:`~outrider_bench.load.summarize`; one round warms up.
 
     The generator makes random prompts of ``load.prompt_tokens`` tokens with ``tokenizer`` (a directory) and sends them as
-    text, ``load.rounds`` times ``load.clients`` requests. Raises :class:`ChildFailed` if the generator doesn't run,
-    :class:`ServerFailed` if a request fails.
+    text, ``load.rounds`` times ``load.clients`` requests. Raises :class:`BenchFailed` if the generator doesn't run
+    or a request fails.
     """
     if find_spec("vllm") is None:
-        raise ChildFailed("vLLM isn't installed here: its load generator can't run; use --generator own, or install vllm")
+        raise BenchFailed("vLLM isn't installed here: its load generator can't run; use --generator own, or install vllm")
     with tempfile.TemporaryDirectory(prefix="outrider-load-") as directory, tempfile.TemporaryFile() as output:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *vllm_arguments(load, tokenizer, result)]
@@ -217,9 +212,9 @@ def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float = _LOAD_LI
             try:
                 code = child.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:
-                raise ChildFailed(f"vLLM's load generator wasn't done within {limit_s:g} s") from None
+                raise BenchFailed(f"vLLM's load generator wasn't done within {limit_s:g} s") from None
         if code or not result.exists():
-            raise ChildFailed(how_it_ended("vLLM's load generator", code, printed_lines(output)))
+            raise BenchFailed(how_it_ended("vLLM's load generator", code, printed_lines(output)))
         return read_vllm_figures(json.loads(result.read_text(encoding="utf-8")))
 
 
@@ -250,13 +245,13 @@ def vllm_arguments(load: HttpLoad, tokenizer: Path, result: Path) -> list[str]:
 
 
 def read_vllm_figures(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generator's figures under the names of :func:`~outrider_bench.answers.summarize`.
+    """Return the generator's figures under the names of :func:`~outrider_bench.load.summarize`.
 
-    Raises :class:`ServerFailed` if a request failed.
+    Raises :class:`BenchFailed` if a request failed.
     """
     if found["failed"] or not found["completed"]:
         why = next((error for error in found.get("errors", ()) if error), "it says nothing more")
-        raise ServerFailed(f"{found['failed']} of {found['failed'] + found['completed']} requests failed: {str(why)[:400]}")
+        raise BenchFailed(f"{found['failed']} of {found['failed'] + found['completed']} requests failed: {str(why)[:400]}")
 
     def percentiles(name: str) -> dict[str, float]:
         return {f"p{share}": float(found[f"p{share}_{name}_ms"]) for share in _PERCENTILES}

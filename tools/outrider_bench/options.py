@@ -46,7 +46,7 @@ from outrider.cli.options.option_values import (
 )
 from outrider.device.errors import ConfigError
 from outrider_bench.acceptance import check_acceptance
-from outrider_bench.mixed_load import LENGTHS, MixedLoad
+from outrider_bench.load import LENGTHS, MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 
 if TYPE_CHECKING:

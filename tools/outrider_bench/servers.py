@@ -20,9 +20,9 @@ from urllib.request import urlopen
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import child_session
-from outrider_bench.answers import Requests, StreamedAnswer, serve_clients, summarize
-from outrider_bench.child import ChildFailed
+from outrider_bench.child import BenchFailed
 from outrider_bench.http_load import HttpLoad
+from outrider_bench.load import Requests, StreamedAnswer, serve_clients, summarize
 from outrider_bench.random_checkpoint import write_configs, write_tokenizer
 from outrider_bench.random_model import RandomModel
 
@@ -87,7 +87,7 @@ def run_on_engine(engine: Engine, load: HttpLoad) -> list[StreamedAnswer]:
 def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: float) -> Generator[tuple[str, Path]]:
     """Run a server of ``engine`` in a process of its own until the scope ends. Yields its URL and its tokenizer's directory.
 
-    The server's output goes to a file in ``directory``. Raises :class:`ChildFailed` if the server doesn't start.
+    The server's output goes to a file in ``directory``. Raises :class:`BenchFailed` if the server doesn't start.
     """
     from outrider.model.config.shapes import shape_config
 
@@ -175,5 +175,5 @@ def _wait_until_ready(url: str, child: Popen[bytes], log: Path, limit_s: float) 
         if child.poll() is not None or time.monotonic() > deadline:
             last = " | ".join(log.read_text(errors="replace").strip().splitlines()[-6:])
             how = "ended" if child.poll() is not None else f"wasn't ready within {limit_s:g} s"
-            raise ChildFailed(f"the server {how}: {last or 'it said nothing'}")
+            raise BenchFailed(f"the server {how}: {last or 'it said nothing'}")
         time.sleep(_POLL_S)

@@ -7,11 +7,12 @@ A *program* is a function that creates the streams it needs on a backend, enqueu
 
 from __future__ import annotations
 
+import builtins
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NoReturn
@@ -429,3 +430,21 @@ def switching_threads_often() -> Generator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+def builtin_exceptions() -> Sequence[BaseException]:
+    """Return an exception of each builtin type that takes a message alone, in the order of their names."""
+    made = []
+    for kind in {kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, BaseException)}:
+        with suppress(TypeError):
+            made.append(kind("of the test"))
+    return sorted(made, key=repr)
+
+
+def error_of(act: Callable[[], object]) -> BaseException | None:
+    """Return the exception that ``act`` raises, of any type; None if it raises nothing."""
+    try:
+        act()
+    except BaseException as error:
+        return error
+    return None

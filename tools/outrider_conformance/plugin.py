@@ -219,7 +219,7 @@ def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
 @pytest.fixture
 def observed(kit: Kit, request: pytest.FixtureRequest) -> KernelCalls:
     """Return which kernels answer the engine's calls. The first test of a process that uses it runs the engines."""
-    from outrider_conformance.observed_kernels import observe  # imports the engine, which the levels below L4 don't need
+    from outrider_conformance.engines import observe  # imports the engine, which the levels below L4 don't need
 
     first = kit.observed is None
     found = observe(kit)

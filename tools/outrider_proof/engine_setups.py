@@ -22,12 +22,10 @@ from outrider.model import MediaProcessor, Tokenizer, load_decoder, load_vision
 from outrider.speculative.build import DraftOptions, build_proposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof import quantised, tiny
+from outrider_proof import tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_eagle, write_vision_checkpoint
-from outrider_proof.decode_program import CONTEXT, MAX_OUTPUT_TOKENS, Arrival, HostProgram
-from outrider_proof.guides import ResidueGrammars, check_residues
-from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, decoder
-from outrider_proof.quantised import QUANTISED
+from outrider_proof.decode_program import CONTEXT, MAX_OUTPUT_TOKENS, Arrival, HostProgram, ResidueGrammars, check_residues
+from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, QUANTISED, decoder, quantised_proposer, quantised_target
 from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
@@ -110,7 +108,7 @@ class Models:
             elif proposer.endswith(BUNDLED):
                 self.target = load_decoder(bundled("target"), backend=backend, dtype=torch.float32, ranks=part)
             elif proposer == QUANTISED:
-                self.target = quantised.target(backend)
+                self.target = quantised_target(backend)
             else:
                 self.target = text_target(proposer, backend, part)
         stream.synchronize()
@@ -125,7 +123,7 @@ class Models:
             if self.proposer.endswith((IMAGES, BUNDLED)):
                 made: Proposer | None = self._built(draft_tokens, topk)
             elif self.proposer == QUANTISED:
-                made = quantised.proposer(self.target)
+                made = quantised_proposer(self.target)
             else:
                 made = text_proposer(self.proposer, self.target, self.backend)
         stream.synchronize()

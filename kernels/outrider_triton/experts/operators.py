@@ -9,13 +9,13 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.operators import expect
-from outrider_triton.experts.jit import large_m, quantized
-from outrider_triton.experts.jit import unquantized as jit
+from outrider_triton.experts.jit import large_m
+from outrider_triton.experts.jit import products as jit
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.jit.large_m_gates import GROUP
 from outrider_triton.products.streamed import descriptor
 from outrider_triton.quantized.activations import activation_dtype, quantized_rows
-from outrider_triton.quantized.formats import TRITON_FORMATS
+from outrider_triton.quantized.plan import TRITON_FORMATS
 from outrider_triton.tiles.configs import MatmulConfig
 
 _PREFETCHED_BYTES = 24 << 20
@@ -357,7 +357,7 @@ def _experts_quantized(
             groups = x_scales.shape[1]
         tiling = MatmulConfig(*(gates, outputs)[place])
         launch(
-            quantized.expert_quantized,
+            jit.expert_quantized,
             (triton.cdiv(n, tiling.block_n), blocks),
             *(rows, x_scales, registered.kernel_data(stack, native=native[place]), scales, zeros),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),

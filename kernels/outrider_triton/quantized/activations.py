@@ -11,8 +11,8 @@ from torch import Tensor
 from outrider.device.kernels.operators import expect
 from outrider_triton.bookkeeping import expect_beside
 from outrider_triton.launch import define, has_kernel, launch, power_of_two, warps_for
-from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations
+from outrider_triton.quantized.plan import TRITON_FORMATS
 
 _GROUPED_ELEMENTS_PER_PROGRAM = 1024
 """Number of elements that one program quantises if the groups of a row have scales of their own."""

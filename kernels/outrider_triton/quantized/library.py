@@ -14,9 +14,9 @@ from torch import Tensor
 from outrider.device import QuantizedWeight
 from outrider_triton.launch import define, launch
 from outrider_triton.quantized.activations import quantized_rows
-from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.operators import flat_rows
+from outrider_triton.quantized.plan import TRITON_FORMATS
 
 ROWS_MULTIPLE = 4
 """Number of rows of which cuBLAS takes multiples if each group of their columns has a scale: 16 bytes of scales."""

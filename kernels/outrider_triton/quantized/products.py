@@ -16,10 +16,9 @@ from outrider_triton.products.operands import QuantizedProduct, rotary_like, row
 from outrider_triton.quantized import library
 from outrider_triton.quantized import operators as _quantized_ops  # noqa: F401
 from outrider_triton.quantized.activations import MAX_ROW_ELEMENTS, activation_dtype, quantizes_gated
-from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, computes_swiglu, row_layout
 from outrider_triton.quantized.operators import sum_parts
-from outrider_triton.quantized.plan import ProductPlan, plan
+from outrider_triton.quantized.plan import TRITON_FORMATS, ProductPlan, plan
 from outrider_triton.rows import rotates
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.fits import OperandStorage

@@ -8,6 +8,6 @@ derived one. A matrix product has a :class:`~outrider_triton.tiles.configs.Matmu
 - :mod:`~outrider_triton.tiles.measure` times candidates in the layers of a model (``outrider tune``).
 - :mod:`~outrider_triton.tiles.store` holds measured choices: tables that ship, and choices of one machine.
 
-:mod:`~outrider_triton.tiles.variants` enumerates all configurations that a model may need, so that they are compiled before
+:mod:`~outrider_triton.tiles.selection` enumerates all configurations that a model may need, so that they are compiled before
 requests are served.
 """

@@ -1,8 +1,8 @@
 """The engine with one thing as it was in another engine, when that had the bug."""
 
 from outrider.device import Fence
-from outrider_proof.decode_explorer import DecodeExplorer
 from outrider_proof.decode_program import Arrival, HostProgram
+from outrider_proof.explorations import DecodeExplorer
 from outrider_sanitizer import RaceError
 from outrider_sim.exploration import run_once
 from outrider_sim.strategies import make_strategy

@@ -5,7 +5,7 @@ import pytest
 
 from outrider.device import Graph
 from outrider.engine.fences import FENCES
-from outrider_proof.decode_explorer import DecodeExplorer
+from outrider_proof.explorations import DecodeExplorer
 from outrider_sanitizer import RaceError
 
 PROGRAMS = 2

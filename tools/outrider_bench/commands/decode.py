@@ -25,7 +25,7 @@ from outrider.cli.options.rank_processes import (
 )
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError, ConfigError
-from outrider_bench.mixed_load import token_ids
+from outrider_bench.load import token_ids
 from outrider_bench.options import (
     BatchOption,
     MeasuredEngineOptions,

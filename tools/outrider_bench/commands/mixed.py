@@ -8,8 +8,7 @@ from rich.console import Console
 
 from outrider.cli.options.option_records import with_options
 from outrider.cli.terminal.report import CommandReport
-from outrider_bench.answers import StreamedAnswer, serve_clients
-from outrider_bench.mixed_load import latencies, token_ids
+from outrider_bench.load import StreamedAnswer, latencies, serve_clients, token_ids
 from outrider_bench.options import MeasuredEngineOptions, MixedLoadOptions, check_context, print_acceptance
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from outrider.cli.terminal.report import CommandReport, Interrupted, note, show_
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.acceptance import acceptance_rates
-from outrider_bench.child import ChildFailed, ChildSession, open_session
-from outrider_bench.mixed_load import MixedLoad
+from outrider_bench.child import BenchFailed, ChildSession, open_session
+from outrider_bench.load import MixedLoad
 from outrider_bench.options import (
     ACCEPTANCE,
     PROMPT_BATCHES,
@@ -415,7 +415,7 @@ class _PeerRace:
         session = open_session(module, given, variables=variables, limit_s=self.limit_s, log=log, python=python)
         try:
             opened = stack.enter_context(session)
-        except ChildFailed as error:
+        except BenchFailed as error:
             each.status = f"failed: {error}"
             self.report_progress(f"{each.engine}, {each.speculate}: {each.status}")
             return None
@@ -426,7 +426,7 @@ class _PeerRace:
     def _measure_case(self, each: EngineRuns, opened: ChildSession, phase: str, case: Any) -> None:
         try:
             answer = opened.ask({"phase": phase, "case": case}, limit_s=self.limit_s)
-        except ChildFailed as error:
+        except BenchFailed as error:
             each.failures[phase, case] = str(error)
             self.report_progress(f"{each.engine}, {each.speculate}: {phase} {case} failed: {error}")
             return

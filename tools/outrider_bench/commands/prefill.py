@@ -12,7 +12,7 @@ from rich.table import Table
 from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import option, whole
 from outrider.cli.terminal.report import CommandReport
-from outrider_bench.mixed_load import token_ids
+from outrider_bench.load import token_ids
 from outrider_bench.options import SIZES, MeasuredEngineOptions, PlotOption, check_context, parse_sizes
 from outrider_bench.plot import series_svg, write_plot
 

@@ -29,9 +29,9 @@ from outrider.cli.options.option_values import (
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import CommandReport, note
 from outrider.device.errors import ConfigError
-from outrider_bench.answers import summarize
-from outrider_bench.child import ChildFailed, run_child
-from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vllm_bench
+from outrider_bench.child import BenchFailed, run_child
+from outrider_bench.http_load import HttpLoad, run_clients, run_vllm_bench
+from outrider_bench.load import summarize
 from outrider_bench.options import (
     SIZES,
     AcceptLengthOption,
@@ -184,7 +184,7 @@ def _measured(
                 "start_s": start_s,
                 **_results(name, replace(load, url=url), sizes, tokenizer),
             }
-    except ChildFailed as failed:
+    except BenchFailed as failed:
         return {"engine": name, "failed": str(failed), "results": []}
 
 
@@ -194,7 +194,7 @@ def _results(name: str, load: HttpLoad, sizes: list[int], tokenizer: Path | None
     try:
         for number, size in enumerate(sizes, 1):
             results.append(_measured_over_http(name, load.with_clients(size, number=number), tokenizer))
-    except (ChildFailed, ServerFailed) as failed:
+    except BenchFailed as failed:
         return {"failed": str(failed), "results": results}
     return {"results": results}
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from outrider.device.errors import OutriderError
 from outrider.registry.children import end_with_parent
-from outrider_bench.answers import StreamedAnswer
-from outrider_bench.child import ChildFailed
-from outrider_bench.mixed_load import latencies, token_ids
+from outrider_bench.child import BenchFailed
+from outrider_bench.load import StreamedAnswer, latencies, token_ids
 from outrider_bench.peers.work import PeerWork
 
 _WARM_TOKENS = 16
@@ -64,10 +63,10 @@ class Peer(ABC):
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[StreamedAnswer]:
         """Generate ``counts[i]`` tokens for prompt i, all prompts at once, and return the answers.
 
-        Raises :class:`ChildFailed` for an engine without streams.
+        Raises :class:`BenchFailed` for an engine without streams.
         """
         del prompts, counts
-        raise ChildFailed(f"times between tokens aren't measured with {type(self).__name__}")
+        raise BenchFailed(f"times between tokens aren't measured with {type(self).__name__}")
 
     def limit_ms(self, batch: int, context: float) -> float | None:
         """Return the lower limit of an iteration's time in milliseconds for this batch and context; None if it
@@ -137,7 +136,7 @@ class PeerRuns:
         accepted = 1.0 if counted is None else counted["acceptance_length"]
         iterations = (new - 1) / accepted - 1
         if seconds <= 0 or iterations <= 0:
-            raise ChildFailed(f"{new} new tokens took no longer than the first two; ask for more")
+            raise BenchFailed(f"{new} new tokens took no longer than the first two; ask for more")
         found: dict[str, object] = {
             "iteration_ms": 1e3 * seconds / iterations,
             "tokens_per_s": batch * accepted * iterations / seconds,
@@ -164,7 +163,7 @@ class PeerRuns:
         answers = self._peer.stream(prompts, counts)
         found = sum(sum(each.tokens) for each in answers)
         if found != sum(counts):
-            raise ChildFailed(f"asked for {sum(counts)} new tokens, got {found}: that isn't the same work")
+            raise BenchFailed(f"asked for {sum(counts)} new tokens, got {found}: that isn't the same work")
         return latencies(answers)
 
     def _load(self) -> tuple[list[list[int]], list[int]]:
@@ -184,7 +183,7 @@ class PeerRuns:
         seconds = time.perf_counter() - began
         for length, wanted in zip(lengths, counts, strict=True):
             if length != wanted:
-                raise ChildFailed(f"asked for {wanted} new tokens, a request got {length}: that isn't the same work")
+                raise BenchFailed(f"asked for {wanted} new tokens, a request got {length}: that isn't the same work")
         after = self._peer.draft_counts()
         if before is None or after is None or after.verified == before.verified:
             return seconds, None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from outrider_bench.answers import StreamedAnswer, serve_clients
+from outrider_bench.load import StreamedAnswer, serve_clients
 from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
 from outrider_bench.peers.work import PeerWork
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.child import ChildFailed
+from outrider_bench.child import BenchFailed
 from outrider_bench.peers.measuring import Peer, serve_runs
 from outrider_bench.peers.work import PeerWork, checkpoint_configs
 
@@ -23,13 +23,13 @@ class TransformersPeer(Peer):
         self._model, self._device = model, device
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """Generate tokens for prompts of one length, and return their numbers. Raises :class:`ChildFailed` for
+        """Generate tokens for prompts of one length, and return their numbers. Raises :class:`BenchFailed` for
         other loads.
         """
         import torch
 
         if len({len(prompt) for prompt in prompts}) > 1 or len(set(counts)) > 1:
-            raise ChildFailed("a load of different lengths isn't measured with transformers, which pads")
+            raise BenchFailed("a load of different lengths isn't measured with transformers, which pads")
         given = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
         made = self._model.generate(
             given,

@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.answers import StreamedAnswer
-from outrider_bench.child import ChildFailed
+from outrider_bench.child import BenchFailed
+from outrider_bench.load import StreamedAnswer
 from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
 from outrider_bench.peers.work import PeerWork, cache_bytes, checkpoint_configs
 
@@ -42,7 +42,7 @@ class VllmPeer(Peer):
         return self._vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
 
     def draft_counts(self) -> DraftCounts | None:
-        """Return the totals of draft tokens; None without drafts. Raises :class:`ChildFailed` if this vLLM has no such
+        """Return the totals of draft tokens; None without drafts. Raises :class:`BenchFailed` if this vLLM has no such
         counters.
         """
         if not self._drafts:
@@ -50,7 +50,7 @@ class VllmPeer(Peer):
         values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
         found = [values.get(name) for name in _COUNTERS]
         if any(value is None for value in found):
-            raise ChildFailed(f"this vLLM doesn't say how much it accepted ({', '.join(_COUNTERS)} are missing)")
+            raise BenchFailed(f"this vLLM doesn't say how much it accepted ({', '.join(_COUNTERS)} are missing)")
         verified, drafted, passed = (float(value or 0) for value in found)
         return DraftCounts(verified, drafted, passed)
 
@@ -111,7 +111,7 @@ def _acceptance(work: PeerWork) -> dict[str, object]:
     known = getattr(import_module("vllm.config").SpeculativeConfig, "__dataclass_fields__", {})
     if "synthetic_acceptance_rates" in known:
         return {"synthetic_acceptance_rates": list(work.rates)}
-    raise ChildFailed("this vLLM has no synthetic acceptance by position: with random weights it would accept nothing")
+    raise BenchFailed("this vLLM has no synthetic acceptance by position: with random weights it would accept nothing")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.mixed_load import MixedLoad
+from outrider_bench.load import MixedLoad
 from outrider_bench.random_checkpoint import write_configs
 from outrider_bench.random_model import RandomModel
 

@@ -36,9 +36,8 @@ from outrider.device import (
 )
 from outrider.registry.backends import KERNELS_OPTION
 from outrider_conformance.commands.ci_matrix import declaration_fault
-from outrider_conformance.exceptions import builtin_exceptions, error_of
 from outrider_conformance.kit import Kit
-from outrider_conformance.lab import check_not_overridden, expect
+from outrider_conformance.lab import builtin_exceptions, check_not_overridden, error_of, expect
 from outrider_conformance.promises import promise
 from outrider_conformance.reporting.verdict import not_applicable
 

@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, Event, Stream
-from outrider_conformance.exceptions import builtin_exceptions, error_of
 from outrider_conformance.kit import Kit
-from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order
+from outrider_conformance.lab import (
+    WIDTH,
+    Lab,
+    builtin_exceptions,
+    call_on_new_thread,
+    error_of,
+    expect,
+    in_every_order,
+    in_some_order,
+)
 from outrider_conformance.promises import blamed_on, needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 from outrider_conformance.suite.test_l1_errors import WAITS, query_until_done

@@ -23,8 +23,7 @@ from outrider.device import (
     Graph,
     StreamOrderError,
 )
-from outrider_conformance.exceptions import builtin_exceptions, error_of
-from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order
+from outrider_conformance.lab import WIDTH, Lab, builtin_exceptions, call_on_new_thread, error_of, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 from outrider_conformance.suite.test_l1_errors import WAITS, fallible

@@ -11,9 +11,9 @@ import pytest
 
 from outrider.device import Backend, CapabilityError
 from outrider_conformance import engines
+from outrider_conformance.engines import USES, modes_of
 from outrider_conformance.kernel_calls import KERNELS, KernelCalls
 from outrider_conformance.lab import Lab, expect
-from outrider_conformance.observed_kernels import USES, modes_of
 from outrider_conformance.promises import promise
 from outrider_conformance.reporting.verdict import not_applicable
 

@@ -15,10 +15,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
 from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Point, StreamActor
-from outrider_sanitizer.detector.captured_graph import CapturedGraph, CapturedStep
 from outrider_sanitizer.detector.intervals import IntervalMap, Listener
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
-from outrider_sanitizer.detector.streams import StreamOrdering
+from outrider_sanitizer.detector.streams import CapturedGraph, CapturedStep, StreamOrdering
 from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:

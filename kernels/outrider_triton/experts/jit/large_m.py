@@ -1,7 +1,7 @@
 """Products of experts with many tokens, with tiles for large M loaded by a TMA pipeline
 (:mod:`outrider_triton.products.jit.large_m_gates`).
 
-A kernel first copies rows of tokens to the sorted order of :func:`outrider_triton.experts.jit.unquantized.lay_out_pairs`, in
+A kernel first copies rows of tokens to the sorted order of :func:`outrider_triton.experts.jit.products.lay_out_pairs`, in
 blocks with one expert each, so that the copy engine loads both operands. A program per multiprocessor then goes through
 (block of pairs, tile of rows) in turn. Tiles of a block are next to each other, so that programs share its rows in the cache.
 The number of blocks is read on the device.

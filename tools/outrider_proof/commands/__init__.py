@@ -1,1 +1,0 @@
-"""The command ``outrider explore``, which runs programs under many schedules."""
