@@ -30,7 +30,8 @@ async def tokens_of(client):
     inbox, found = Inbox(), []
     client.submit(inbox, PROMPT, PARAMS)
     while True:
-        for output in await inbox.receive_outputs():
+        for sample in await inbox.receive_outputs():
+            output = sample.output
             found += output.tokens
             if output.finish_reason is not None:
                 return found
