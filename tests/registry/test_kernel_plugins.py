@@ -60,6 +60,7 @@ def test_stands_beside_the_backends_own_options(quick):
     quick()
     backend = get_backend("sim:seed=3,kernels=quick")
     assert (backend.name, backend.kernels_in_use.name) == ("sim", "quick")
+    assert backend.spec == "sim:0,seed=3,kernels=quick", "creates the backend again"
 
 
 def test_the_model_computes_with_them(quick):

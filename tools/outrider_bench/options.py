@@ -52,7 +52,7 @@ from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.cli.options.rank_processes import Joined
+    from outrider.cli.options.rank_processes import JoinRanks
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
@@ -286,7 +286,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         requests: int,
         requests_origin: str,
         context: int,
-        joined: Joined | None = None,
+        join: JoinRanks | None = None,
     ) -> tuple[Engine, Mapping[str, object]]:
         """Return an engine for ``requests`` of ``context`` tokens, and its description for a report.
 
@@ -298,7 +298,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         needed = context + 2 * (self.draft_tokens + 1)
         own = [] if self.max_requests else [Choice("max_requests", requests, requests_origin)]
         load_engine = self._from_checkpoint if self.shape is None else partial(self._from_shape, self.shape)
-        engine, described = load_engine(requests, needed, own, joined)
+        engine, described = load_engine(requests, needed, own, join)
         return engine, {
             "backend": engine.backend.name,
             "device": str(engine.backend.device),
@@ -314,7 +314,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         }
 
     def _from_checkpoint(
-        self, requests: int, context: int, own: list[Choice], joined: Joined | None
+        self, requests: int, context: int, own: list[Choice], join: JoinRanks | None
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model.config.checkpoint_config import read_model_config
 
@@ -340,7 +340,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             settings=settings,
             verbose=self.verbose,
             command_choices=own,
-            joined=joined,
+            join=join,
             prefix_cache=False,
         )
         drafts = speculation.kind != "none"
@@ -357,7 +357,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         requests: int,
         context: int,
         own: list[Choice],
-        joined: Joined | None,
+        join: JoinRanks | None,
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model.config.shapes import shape_config
 
@@ -370,7 +370,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             max_context=min(context, shape_config(shape).max_context),
             verbose=self.verbose,
             other_choices=own,
-            joined=joined,
+            join=join,
         )
         return engine, random.description
 

@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.options.models import prepare_device, print_engine
-from outrider.cli.options.rank_processes import Joined
-from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.environment import open_backend
 from outrider.cli.terminal.report import show_progress
 from outrider.device.errors import ConfigError
-from outrider.registry import Registry
 from outrider_bench.acceptance import describe_acceptance, rates_of_requests
 
 if TYPE_CHECKING:
     import torch
 
+    from outrider.cli.options.rank_processes import JoinRanks
     from outrider.device import Backend
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
@@ -160,7 +159,7 @@ class RandomModel:
         cached_tokens: int | None = None,
         verbose: bool = False,
         other_choices: Sequence[Choice] = (),
-        joined: Joined | None = None,
+        join: JoinRanks | None = None,
         tune_seconds: float = 0.0,
         on_prepared: Callable[[PreparedKernels], None] = lambda prepared: None,
     ) -> Engine:
@@ -179,11 +178,9 @@ class RandomModel:
         from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 
-        registry = Registry()
-        joined = joined or Joined(1, 1)
-        device = joined.backend(registry, backend, backend_from_environment())
-        ranks = joined.join(device)
-        with show_progress(joined.leads) as tell:
+        ranks = None if join is None else join(backend)
+        device, leads = (open_backend(backend), True) if ranks is None else (ranks.backend, ranks.leads)
+        with show_progress(leads) as tell:
             on_prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
         own: tuple[Choice, ...] = () if dtype is not None else (self._choose_dtype(device),)
         own_settings: dict[str, Any] = {
@@ -212,7 +209,7 @@ class RandomModel:
             by_request=config.draft_length == "request",
         )
         config = resolve(config, collect_facts(device, model, proposer or NonSpeculativeProposer()), own)
-        with show_progress(joined.leads) as tell:
+        with show_progress(leads) as tell:
             engine = Engine(
                 model,
                 device,
@@ -221,7 +218,7 @@ class RandomModel:
                 capture_progress=lambda done, total: tell("capturing graphs", done, total),
                 ranks=ranks,
             )
-        if verbose and joined.leads:
+        if verbose and leads:
             print_engine(engine, other_choices)
         return engine
 

@@ -72,6 +72,8 @@ class Backend(ABC):
         speculative_sync: Callable[[Any], SpeculativeSync] | None = None,
     ) -> None:
         self.name = name
+        self.spec = name
+        """The name that creates this backend in another process. The registry adds the device number and the options."""
         self.device = device
         self._declarations: dict[str, Any] = {
             "capabilities": capabilities,

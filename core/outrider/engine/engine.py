@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from outrider.engine.guides.guides import Guide
 from outrider.engine.lending import PageLending
 from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
-from outrider.engine.ranks.processes import RankProcesses, check_one_rank, start_ranks
+from outrider.engine.ranks.processes import start_ranks
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
@@ -78,7 +78,11 @@ class Engine:
         together: each creates its own engine over its part of the model, in the same order, and all but the first then
         call :meth:`follow`. ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
         """
-        check_one_rank(parallel)
+        if parallel is not None and parallel.world > 1:
+            raise ConfigError(
+                f"parallel is {parallel}, and the model is loaded here already, whole; other ranks read their own parts: use "
+                "Engine.from_checkpoint(..., parallel=...), or make an engine on each rank and give it ranks="
+            )
         check_type("model", model, LanguageModel)
         check_type("config", config, EngineConfig, type(None))
         self.backend, self.model = backend, model
@@ -133,7 +137,7 @@ class Engine:
         self._session = Session(loop)
         self._failures = 0  # consecutive recoverable ones
         self._lending: PageLending | None = None
-        self._processes: RankProcesses | None = None
+        self._processes = ExitStack()  # of the other ranks
 
     @classmethod
     def from_checkpoint(
@@ -191,9 +195,18 @@ class Engine:
         check_type("backend", backend, str, Backend)
         model_dir, backend = Path(model_dir), get_backend(backend) if isinstance(backend, str) else backend
         if parallel is not None and parallel.world > 1:
-            return cls._start_with_ranks(
-                model_dir, backend, parallel, loading, ranks, builders, progress=progress, capture_progress=capture_progress
-            )
+            if ranks is not None:
+                raise ConfigError("ranks and parallel are both given; parallel starts ranks, and these are there already")
+            if builders:
+                raise ConfigError(
+                    "builders are objects of this process, which other ranks don't have; install the proposer as a plugin"
+                )
+            load_engine = partial(cls._of_rank, model_dir.resolve(), loading)
+            with ExitStack() as stack:
+                first = start_ranks(stack, backend, parallel, load_engine)
+                engine = load_engine(first, progress=progress, capture_progress=capture_progress)
+                engine._processes = stack.pop_all()
+            return engine
         with nullcontext() if ranks is None else ranks.starting():
             loaded = load_checkpoint(model_dir, backend, loading, builders=builders, progress=progress, ranks=ranks)
         return cls(
@@ -208,26 +221,8 @@ class Engine:
         )
 
     @classmethod
-    def _start_with_ranks(
-        cls,
-        model_dir: Path,
-        backend: Backend,
-        parallel: ParallelConfig,
-        loading: LoadingArguments,
-        ranks: Ranks | None,
-        builders: Mapping[str, Builder] | None,
-        **callbacks: Any,
-    ) -> Engine:
-        """Start the other ranks as processes of this host and build the engine of the first rank."""
-        load_engine = partial(cls.from_checkpoint, model_dir.resolve(), **loading.arguments())
-        processes = start_ranks(backend, parallel, load_engine, given=ranks, builders=builders)
-        try:
-            engine = load_engine(backend=backend, ranks=processes.ranks, **callbacks)
-        except BaseException:
-            processes.close()
-            raise
-        engine._processes = processes
-        return engine
+    def _of_rank(cls, model_dir: Path, loading: LoadingArguments, ranks: Ranks, **callbacks: Any) -> Engine:
+        return cls.from_checkpoint(model_dir, ranks.backend, ranks=ranks, **loading.arguments(), **callbacks)
 
     def compile_guide(self, guide: Guide) -> None:
         """Compile a guide now, so that a later request need not wait. Any thread may call this; it blocks.
@@ -388,8 +383,7 @@ class Engine:
         """End the engines of the other ranks. With one rank it does nothing. May be called twice."""
         if self._decision_log.leads and self._failure_recovery.stopped is None:
             self._decision_log.end_followers()
-        if self._processes is not None:
-            self._processes.close()
+        self._processes.close()
 
     def adopt(self) -> None:
         """Make the calling thread the owner. The previous owner must no longer use the engine.

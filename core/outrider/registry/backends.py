@@ -162,6 +162,7 @@ class Registry:
                 raise
             how = "OUTRIDER_BACKEND asks for it" if spec.chosen_by == "environment" else f"it was probed; {_HOW_TO_CHOOSE}"
             raise type(error)(f"{error} ({how})") from error
+        backend.spec = str(spec)
         for observer in Registry._observers:
             observer(backend)
         return backend

@@ -271,7 +271,7 @@ def decode(
         requests=max(sizes),
         requests_origin="--batch",
         context=max(lengths) + new_tokens,
-        joined=joined,
+        join=joined.join,
     )
     costs = collective_costs(engine, sizes)
     if engine.follows:

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options.option_values import DTYPES, WEIGHT_FORMATS, BackendOption, one_of, option, text
-from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.environment import open_backend
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
-from outrider.registry import Registry
 from outrider_bench.options import SIZES, RequiredShapeOption, parse_names, parse_sizes, some_of
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ def kernels(
 
     sizes = parse_sizes(tokens)
     formats = [] if quantized is None else parse_names(quantized, WEIGHT_FORMATS)
-    registry = Registry()
-    device = registry.create(registry.select(backend, backend_from_environment()))
+    device = open_backend(backend)
     if not (device.capabilities.captures_graphs and device.capabilities.event_timing):
         raise CapabilityError(f"{device.label} can't be measured here: it needs captures_graphs and event_timing")
     columns = shape_config(shape).hidden_size

@@ -215,8 +215,10 @@ def generate(
         command_choices.insert(0, Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
     template = find_template(speculation.model) if chat or conversation is not None else None
     with Joined(tensor_parallel, data_parallel, expert=expert_parallel) as joined:
-        load_engine = options.loader(speculation, max_requests=1, dtype=dtype, command_choices=command_choices, joined=joined)
-        load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, joined=joined, verbose=False)
+        load_engine = options.loader(
+            speculation, max_requests=1, dtype=dtype, command_choices=command_choices, join=joined.join
+        )
+        load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, join=joined.join, verbose=False)
         engine = load_engine()
         if engine.follows:
             engine.follow()

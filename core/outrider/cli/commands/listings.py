@@ -20,6 +20,7 @@ from outrider.cli.terminal.environment import (
     BACKEND_VARIABLE,
     backend_from_environment,
     disable_autoload,
+    open_backend,
     plugin_probe,
 )
 from outrider.cli.terminal.report import CommandReport, show_progress
@@ -212,8 +213,7 @@ def fences(backend: BackendOption = None) -> CommandReport:
     from outrider.engine.fences import FENCES
 
     require_torch()
-    registry = Registry(probe=plugin_probe())
-    device = registry.create(registry.select(backend, backend_from_environment()))
+    device = open_backend(backend)
     sync = device.speculative_sync
     rows = [
         {
@@ -298,8 +298,7 @@ def _implementations(model: Path, backend: str | None) -> CommandReport:
     from outrider.engine.setup.resolve import choose_dtype
     from outrider.model import checkpoint_dtype, find_checkpoint, plan_decoder
 
-    registry = Registry(probe=plugin_probe())
-    directory, device = find_checkpoint(model), registry.create(registry.select(backend, backend_from_environment()))
+    directory, device = find_checkpoint(model), open_backend(backend)
     dtype = DTYPES[str(choose_dtype(device.capabilities, checkpoint_dtype(directory)).value)]
     plan = plan_decoder(directory, backend=device, dtype=dtype)
     memory = predict_memory(plan, device, EngineConfig())

@@ -28,13 +28,12 @@ from outrider.cli.options.option_values import (
     output_file,
     whole,
 )
-from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
+from outrider.cli.terminal.environment import open_backend, tuned_directory
 from outrider.cli.terminal.files import check_directory, check_distinct, write_whole
 from outrider.cli.terminal.report import CommandReport, Interrupted, show_progress
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.errors import shown
-from outrider.registry import Registry
 
 if TYPE_CHECKING:
     from outrider.device import DecoderShape, TuningResult
@@ -247,8 +246,7 @@ def tune(
 
     names = shape or [str(bundled("target") if model is None else find_checkpoint(model))]
     shapes = [_shape(name) for name in names]
-    registry = Registry(probe=plugin_probe())
-    device = registry.create(registry.select(backend, backend_from_environment()))
+    device = open_backend(backend)
     kernels = device.kernels_in_use
     if not kernels.tunes:
         raise CapabilityError(

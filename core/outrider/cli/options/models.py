@@ -24,19 +24,18 @@ from outrider.cli.options.option_values import (
     option,
     whole,
 )
-from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
+from outrider.cli.terminal.environment import open_backend, tuned_directory
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import note, show_progress, sum_of_loads
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.stream import uncollected
 from outrider.errors import CheckpointError
-from outrider.registry import Registry
 from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, PROPOSERS_GROUP, STORED, SUFFIX_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outrider.cli.options.rank_processes import Joined
+    from outrider.cli.options.rank_processes import JoinRanks
     from outrider.cli.terminal.report import Tell
     from outrider.device import Backend
     from outrider.engine.config import Choice
@@ -320,15 +319,15 @@ def load(
     settings: Mapping[str, Any] | None = None,
     verbose: bool = False,
     command_choices: Sequence[Choice] = (),
-    joined: Joined | None = None,
+    join: JoinRanks | None = None,
     prefix_cache: bool = True,
 ) -> Engine:
     """Select the backend and load the checkpoint onto it. Progress is shown on standard error if that is a terminal.
 
     ``max_requests``: number of requests of the command; None: the engine chooses. ``settings``: fields of
     :class:`~outrider.engine.EngineConfig`, which replace this number.
-    ``verbose``: say what the engine chose, compiled and captured, and the command's own ``command_choices``. ``joined``: the
-    ranks that the engine runs on.
+    ``verbose``: say what the engine chose, compiled and captured, and the command's own ``command_choices``. ``join``
+    opens ``backend`` and returns the ranks that the engine runs on, or None for one rank.
     ``prefix_cache``: False for a benchmark of prefill, in which an earlier prompt must not shorten a later one.
     """
     require_torch()  # a server's engine process hasn't imported it
@@ -338,12 +337,8 @@ def load(
 
     # The engine checks names that the user gave as strings.
     names: dict[str, Any] = {"quantized": speculation.quantized, "draft_weights": speculation.draft_weights}
-    registry = Registry(probe=plugin_probe())
-    if joined is None:
-        device, ranks, leads = registry.create(registry.select(backend, backend_from_environment())), None, True
-    else:
-        device = joined.backend(registry, backend, backend_from_environment())
-        ranks, leads = joined.join(device), joined.leads
+    ranks = None if join is None else join(backend)
+    device, leads = (open_backend(backend), True) if ranks is None else (ranks.backend, ranks.leads)
     given: dict[str, Any] = {"max_requests": max_requests, "dtype": dtype} | dict(settings or {})
     if max_requests == 1 and _rarely_accepted(speculation) and not given.get("batch_invariant"):
         # Where the host computes, each draft token takes time.

@@ -7,7 +7,6 @@ the input and prints the report. The follower ranks repeat its decisions and pri
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -17,27 +16,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.options.option_values import option, whole
-from outrider.cli.terminal.environment import rank_environment, rank_variables
+from outrider.cli.terminal.environment import open_backend, rank_environment, rank_variables
 from outrider.cli.terminal.report import CommandReport, SilentExit
 from outrider.cli.terminal.stopping import Stopped
-from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
-from outrider.registry.children import end_with_parent, end_with_pipe, start_call
+from outrider.device.errors import ConfigError, DeviceError, OutriderError
+from outrider.registry.children import end_with_pipe
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
-    from outrider.device import Backend
     from outrider.engine.engine import Engine
     from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
     from outrider.engine.ranks.ranks import ParallelConfig, Ranks
-    from outrider.registry import Registry
+
+    JoinRanks = Callable[[str | None], Ranks | None]
+    """Opens the backend with this name on each rank and joins the ranks; returns None for one rank."""
 
 TensorParallelOption = Annotated[
     int,
@@ -68,8 +69,6 @@ _STOPPED_CHECKS = 80
 """Checks in a row, ``_POLL_S`` apart, after which a stopped rank counts as lost: 4 s."""
 _GRACE_S = 1.5
 """Seconds that ranks have to end by themselves after one rank has failed."""
-_RANK_EXIT_S = 10.0
-"""Seconds that child ranks have to end after the first rank, before they are killed."""
 _STORE_S = 30.0
 _SAY_S = 3.0
 _SILENCE_S = 5.5
@@ -95,11 +94,6 @@ class RankPlacement:
     pipe: int | None
     agent: bool = False
     attempt: int = 0
-
-    @classmethod
-    def of_child(cls, rank: int, *, world: int, port: int) -> RankPlacement:
-        """Return the placement of a rank in a process of this host, whose starter has the key-value store on ``port``."""
-        return cls(rank=rank, world=world, local=rank, address="127.0.0.1", port=port, store_is_elsewhere=True, pipe=None)
 
     @classmethod
     def from_environment(cls) -> RankPlacement | None:
@@ -146,51 +140,27 @@ class RankPlacement:
 class Joined:
     """The ranks that a command runs on, as a scope. ``ranks`` is None for a single process and before :meth:`join`.
 
-    ``place``: the placement of this process, in place of the environment's. ``expert``: the ranks divide experts.
+    ``expert``: the ranks divide experts.
     """
 
-    def __init__(self, tensor: int, data: int, place: RankPlacement | None = None, *, expert: bool = False) -> None:
+    def __init__(self, tensor: int, data: int, *, expert: bool = False) -> None:
         self._tensor = tensor
         self._data = data
         self._expert = expert
         self._watch: RankWatch | None = None
         self._key_value_store: KeyValueStore
         self.ranks: Ranks | None = None
-        self.place = place or (RankPlacement.from_environment() if tensor * data > 1 else None)
-
-    @property
-    def leads(self) -> bool:
-        """Return True on rank 0 and in a single process: it reads the input and prints the report."""
-        return self.place is None or self.place.rank == 0
+        self.place = RankPlacement.from_environment() if tensor * data > 1 else None
 
     def __enter__(self) -> Joined:
         return self
 
-    def backend(self, registry: Registry, given: str | None, environment: str | None) -> Backend:
-        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend.
+    def join(self, backend: str | None) -> Ranks | None:
+        """Open the device of this rank and join the other ranks, once for all engines of a command. Returns None in a single
+        process. The device has the rank's number on this host, or is the only one of the backend.
 
-        Raises :class:`ConfigError` if the name has a device number.
-        """
-        if self.ranks is not None:
-            return self.ranks.backend
-        spec = registry.select(given, environment)
-        if self.place is None:
-            return registry.create(spec)
-        if spec.ordinal:
-            raise ConfigError(f"backend {spec} names a device, and each rank takes its own; leave the number out")
-        try:
-            return registry.create(replace(spec, ordinal=self.place.local))
-        except BackendError:
-            first = registry.create(spec)
-            index: int | None = first.device.index  # torch types it as a number, and the host has none
-            if index is None:  # all ranks share the host
-                return first
-            raise
-
-    def join(self, backend: Backend) -> Ranks | None:
-        """Join the other ranks, once for all engines of a command. Returns None in a single process.
-
-        Raises :class:`ConfigError` if the options ask for another number of ranks than were started.
+        Raises :class:`ConfigError` if the name has a device number, and if the options ask for another number of ranks than
+        were started.
         """
         place = self.place
         if place is None or self.ranks is not None:
@@ -204,11 +174,12 @@ class Joined:
                 f"--tensor-parallel {self._tensor} and --data-parallel {self._data} are {parallel.world} ranks, and this "
                 f"process is one of {place.world}; start as many"
             )
+        device = open_backend(backend, local=place.local)
         if place.pipe is not None:
             end_with_pipe(place.pipe)
         store = place.connect(serves=place.rank == 0 and not place.store_is_elsewhere)
         self._key_value_store = KeyValueStore(place.connect(), "outrider")
-        self.ranks = ranks = Ranks(backend, parallel, rank=place.rank, store=store)
+        self.ranks = ranks = Ranks(device, parallel, rank=place.rank, store=store)
         if place.pipe is None:  # no process watches the other ranks: silence means loss
             ranks.failure_wait_s = _SILENCE_S
         starter = os.getppid() if place.agent else None
@@ -222,18 +193,16 @@ class Joined:
             if self.place is not None and isinstance(error, OutriderError) and _said_elsewhere(self.place, error):
                 raise SilentExit(1) from error
             return
-        self._watch.stop()
-        from outrider.engine.ranks.heartbeats import Heartbeat, first_rank_is_lost
+        self._watch.stop(failed=error is not None)
+        from outrider.engine.ranks.heartbeats import first_rank_is_lost
         from outrider.engine.ranks.records import RanksFailed
 
         speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
         first = ""
         with suppress(Exception):  # the receiver may have ended
-            if error is None:
-                self._key_value_store.publish_heartbeat(self.ranks.rank, Heartbeat(number=0))
-            elif speaks:
+            if speaks:
                 self._key_value_store.announce_first_rank_prints()
-            else:
+            elif error is not None:
                 first = self.ranks.report_failure(error)
         self.ranks.close()
         if self.place.agent and first_rank_is_lost(first):
@@ -306,45 +275,29 @@ def first_rank(
     """Yield the engine of rank 0, in this process. The other ranks are child processes in the scope. If one rank ends, all
     ranks end.
 
-    ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the ranks as the keyword argument
-    ``joined`` (:class:`Joined`); a single process passes none. ``follow``, which is pickled too, runs a child's engine until
-    rank 0 ends; it gets the engine and the rank. By default the engine follows.
+    ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the keyword argument ``join``, which
+    returns the ranks for the name of a backend; a single process passes none. ``follow`` runs a child's engine, see
+    :func:`~outrider.engine.ranks.processes.start_ranks`.
     """
     check_expert_parallel(expert, tensor, data)
-    world = tensor * data
-    if world == 1:
+    if tensor * data == 1:
         yield load_engine()
         return
-    from outrider.engine.ranks.processes import ChildRanks, create_rank_store
+    from outrider.engine.ranks.processes import start_ranks
+    from outrider.engine.ranks.ranks import ParallelConfig
 
-    store, children = create_rank_store(), ChildRanks()
-    placements = [RankPlacement.of_child(rank, world=world, port=store.port) for rank in range(world)]
+    parallel = ParallelConfig(tensor=tensor, data=data, expert=expert)
+    load = partial(_load_follower, load_engine)
     with ExitStack() as stack:
-        stack.callback(children.wait_or_kill, _RANK_EXIT_S)
-        for placement in placements[1:]:
-            call = functools.partial(_follow_first_rank, load_engine, tensor, expert, placement, follow)
-            children.processes.append(start_call(call))
-        joined = stack.enter_context(Joined(tensor, data, placements[0], expert=expert))
-        engine = load_engine(joined=joined)
-        stack.callback(engine.close)
-        yield engine
+
+        def join(backend: str | None) -> Ranks:
+            return start_ranks(stack, open_backend(backend), parallel, load, follow=follow, ends_process=True)
+
+        yield stack.enter_context(closing(load_engine(join=join)))
 
 
-def _follow_first_rank(
-    load_engine: Callable[..., Engine],
-    tensor: int,
-    expert: bool,
-    placement: RankPlacement,
-    follow: Callable[[Engine, int], None] | None,
-) -> None:
-    """Run a follower rank in its process: load its engine, and follow until rank 0 ends."""
-    end_with_parent()
-    with Joined(tensor, placement.world // tensor, placement, expert=expert) as joined:
-        engine = load_engine(joined=joined)
-        if follow is None:
-            engine.follow()
-        else:
-            follow(engine, placement.rank)
+def _load_follower(load_engine: Callable[..., Engine], ranks: Ranks) -> Engine:
+    return load_engine(join=lambda backend: ranks)
 
 
 class _Processes:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outrider.device.errors import ConfigError
+from outrider.device.errors import BackendError, ConfigError
+from outrider.registry import Registry
 from outrider.registry.probing import PluginProbe
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
 
 BACKEND_VARIABLE = "OUTRIDER_BACKEND"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -52,6 +58,28 @@ def plugin_probe() -> PluginProbe:
     """Return the probe of plugins, which caches its results in the user's cache directory."""
     cache = _cache_directory()
     return PluginProbe() if cache is None else PluginProbe(cache=cache)  # without a home directory each command probes again
+
+
+def open_backend(name: str | None, *, local: int | None = None) -> Backend:
+    """Open the backend that ``name`` or else ``OUTRIDER_BACKEND`` names, or the usable one of highest priority.
+
+    ``local``: the device number of a rank, unless the backend has a single device. Raises :class:`ConfigError` if a rank's
+    backend is named with a device number.
+    """
+    registry = Registry(probe=plugin_probe())
+    spec = registry.select(name, backend_from_environment())
+    if local is None:
+        return registry.create(spec)
+    if spec.ordinal:
+        raise ConfigError(f"backend {spec} names a device, and each rank takes its own; leave the number out")
+    try:
+        return registry.create(replace(spec, ordinal=local))
+    except BackendError:
+        first = registry.create(spec)
+        index: int | None = first.device.index  # torch types it as a number, and the host has none
+        if index is None:  # all ranks share the host
+            return first
+        raise
 
 
 def tuned_directory() -> Path | None:

@@ -149,10 +149,13 @@ class RankWatch:
         """Start the heartbeat thread of this rank."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop the heartbeat thread; this rank is about to end."""
+    def stop(self, *, failed: bool = False) -> None:
+        """Stop the heartbeat thread; this rank is about to end. Unless it has ``failed``, tell the other ranks so."""
         self._stopped.set()
         self._thread.join(2 * _MAX_MISSED_HEARTBEATS * _HEARTBEAT_PERIOD_S)
+        if not failed:
+            with suppress(RuntimeError):  # the process of the store may have ended
+                self._key_value_store.publish_heartbeat(self._ranks.rank, Heartbeat(number=0))
 
     def _run(self) -> None:
         while True:

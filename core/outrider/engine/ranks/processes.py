@@ -1,4 +1,4 @@
-"""Child processes on this host that run ranks, and those that run the follower ranks of an engine."""
+"""Child processes on this host that run ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Backend, ConfigError
-from outrider.engine.ranks.heartbeats import Heartbeat, KeyValueStore, RankWatch, is_stopped
+from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch, is_stopped
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.registry import Registry
-from outrider.registry.backends import BackendSpec
-from outrider.registry.children import start_call
+from outrider.registry.backends import BackendSpec, parse_spec
+from outrider.registry.children import end_with_parent, start_call
 
 _EXIT_TIMEOUT_S = 5.0
 _STOPPED_CHECKS = 4
@@ -76,92 +76,73 @@ class ChildRanks:
                     process.stdin.close()
 
 
-class RankProcesses:
-    """The child processes of the follower ranks. They end if this process ends, at the latest in :meth:`close`."""
+def start_ranks(
+    stack: ExitStack,
+    backend: Backend,
+    parallel: ParallelConfig,
+    load_engine: Callable[[Ranks], Any],
+    *,
+    follow: Callable[[Any, int], None] | None = None,
+    ends_process: bool = False,
+) -> Ranks:
+    """Start the follower ranks as child processes, and return the first rank, which uses ``backend`` in this process.
 
-    def __init__(self, backend: Backend, parallel: ParallelConfig, load_engine: Callable[..., Any]) -> None:
-        """Start the processes and join them. ``load_engine`` is pickled, and returns the engine of ``backend`` and ``ranks``
-        in each process.
-        """
-        store = create_rank_store()
-        self._children = ChildRanks()
-        self._joined: Ranks | None = None
-        try:
-            spec = BackendSpec(name=backend.name)
-            index: int | None = backend.device.index  # torch annotates int, but the host device has None
-            for rank in range(1, parallel.world):
-                own = spec if index is None else replace(spec, ordinal=rank)
-                call = partial(_follow_first_rank, load_engine, own, parallel, rank, store.port)
-                self._children.processes.append(start_call(call, stdout=subprocess.DEVNULL))
-            self._joined = Ranks(backend, parallel, rank=0, store=store, find_lost_process=self._find_lost)
-        except BaseException:
-            self.close()
-            raise
+    The children end with this process, at the latest when ``stack`` is closed after the engine: those that are stopped, or
+    still run after 5 seconds, are killed.
 
-    @property
-    def ranks(self) -> Ranks:
-        """The first rank, in this process."""
-        assert self._joined is not None, "the constructor joins the ranks or raises"
-        return self._joined
+    ``load_engine`` is pickled, and returns the engine of a rank in each child. ``follow``, which is pickled too, runs the
+    engine of the rank with this number until rank 0 ends; by default the engine follows. ``ends_process``: a lost rank ends
+    this process also between two calls of the engine, and the children end with the thread that started them.
+    Raises :class:`ConfigError` for a backend that isn't the first device.
+    """
+    index: int | None = backend.device.index  # torch annotates int, but the host device has None
+    if index:
+        raise ConfigError(f"{backend.label} isn't the first device, and ranks take devices in order; give the first one")
+    spec, store, children = parse_spec(backend.spec), create_rank_store(), ChildRanks()
+    with ExitStack() as scope:
+        scope.callback(children.wait_or_kill, _EXIT_TIMEOUT_S)
+        for rank in range(1, parallel.world):
+            own = spec if index is None else replace(spec, ordinal=rank)
+            call = partial(_follow_first_rank, load_engine, own, parallel, rank, store.port, follow, ends_process)
+            children.processes.append(start_call(call, stdout=subprocess.DEVNULL))
+        find_lost = lambda: (children.find_lost() or (0, None))[1]  # noqa: E731
+        ranks = Ranks(backend, parallel, rank=0, store=store, find_lost_process=find_lost)
+        scope.callback(ranks.close)  # before the wait: the other ranks' libraries wait for this one's
+        if ends_process:
+            watch = _start_watch(ranks, store.port, speaks=True)
+            scope.callback(watch.stop)
+        stack.enter_context(scope.pop_all())
+    return ranks
 
-    def _find_lost(self) -> str | None:
-        lost = self._children.find_lost()
-        return None if lost is None else lost[1]
 
-    def close(self) -> None:
-        """Release the graphs and close the groups of this rank, after the engine has ended; then wait for all children.
+def _connect(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
-        Children that are stopped, or that still run after 5 seconds, are killed. Further calls do nothing.
-        """
-        try:
-            if self._joined is not None:  # the other ranks' libraries wait for this one's
-                self._joined.close()
-        finally:
-            self._children.wait_or_kill(_EXIT_TIMEOUT_S)
+
+def _start_watch(ranks: Ranks, port: int, *, speaks: bool) -> RankWatch:
+    watch = RankWatch(ranks, KeyValueStore(_connect(port), ranks.name), speaks=speaks)
+    watch.start()
+    return watch
 
 
 def _follow_first_rank(
-    load_engine: Callable[..., Any], backend_spec: BackendSpec, parallel: ParallelConfig, rank: int, port: int
+    load_engine: Callable[[Ranks], Any],
+    backend_spec: BackendSpec,
+    parallel: ParallelConfig,
+    rank: int,
+    port: int,
+    follow: Callable[[Any, int], None] | None,
+    ends_with_thread: bool,
 ) -> None:
     """Load the engine of a follower rank in its process, and follow the first rank until it ends."""
-    backend = Registry().create(backend_spec)
-    store, watched = (TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(2))
-    ranks = Ranks(backend, parallel, rank=rank, store=store)
-    key_value_store = KeyValueStore(watched, ranks.name)
-    watch = RankWatch(ranks, key_value_store, speaks=False)
-    watch.start()
-    load_engine(backend=backend, ranks=ranks).follow()
+    if ends_with_thread:
+        end_with_parent()
+    ranks = Ranks(Registry().create(backend_spec), parallel, rank=rank, store=_connect(port))
+    watch = _start_watch(ranks, port, speaks=False)
+    engine = load_engine(ranks)
+    if follow is None:
+        engine.follow()
+    else:
+        follow(engine, rank)
     watch.stop()
-    key_value_store.publish_heartbeat(rank, Heartbeat(number=0))
     ranks.close()
-
-
-def check_one_rank(parallel: ParallelConfig | None) -> None:
-    """Raise :class:`ConfigError` if ``parallel`` has several ranks, for an engine whose model is already loaded."""
-    if parallel is not None and parallel.world > 1:
-        raise ConfigError(
-            f"parallel is {parallel}, and the model is loaded here already, whole; other ranks read their own parts: use "
-            "Engine.from_checkpoint(..., parallel=...), or make an engine on each rank and give it ranks="
-        )
-
-
-def start_ranks(
-    backend: Backend,
-    parallel: ParallelConfig,
-    load_engine: Callable[..., Any],
-    *,
-    given: Ranks | None,
-    builders: object,
-) -> RankProcesses:
-    """Start the follower ranks, which call ``load_engine``. Raises :class:`ConfigError` for arguments that other processes
-    can't receive.
-    """
-    if given is not None:
-        raise ConfigError("ranks and parallel are both given; parallel starts ranks, and these are there already")
-    if builders:
-        raise ConfigError(
-            "builders are objects of this process, which other ranks don't have; install the proposer as a plugin"
-        )
-    if backend.device.index:
-        raise ConfigError(f"{backend.label} isn't the first device, and ranks take the devices in order; give the first one")
-    return RankProcesses(backend, parallel, load_engine)
