@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from outrider.engine.engine import Engine
     from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
-    from outrider.engine.ranks.ranks import ParallelConfig, Ranks
+    from outrider.engine.ranks.ranks import Ranks
 
     JoinRanks = Callable[[str | None], Ranks | None]
     """Opens the backend with this name on each rank and joins the ranks; returns None for one rank."""
@@ -258,9 +258,9 @@ def run_on_ranks(
         raise ConfigError("this command was called from Python; start ranks with torchrun, or run the command in a shell")
     from outrider.engine.ranks.ranks import ParallelConfig
 
-    parallel = ParallelConfig(tensor=tensor, data=data, expert=expert)
-    with _Processes(parallel, arguments, json_output=json_output) as processes:
-        return processes.wait_for_report()
+    world = ParallelConfig(tensor=tensor, data=data, expert=expert).world
+    with ExitStack() as stack:
+        return _Processes(stack, world, arguments, json_output=json_output).wait_for_report()
 
 
 @contextmanager
@@ -301,39 +301,33 @@ def _load_follower(load_engine: Callable[..., Engine], ranks: Ranks) -> Engine:
 
 
 class _Processes:
-    """The ranks of this host as child processes of a command. All have ended when the scope ends."""
+    """The ranks of this host as child processes of a command. All have ended when ``stack`` is closed."""
 
-    def __init__(self, parallel: ParallelConfig, arguments: Sequence[str], *, json_output: bool) -> None:
-        self._parallel = parallel
-        self._arguments = list(arguments)
-        self._json = json_output
-        self._files: dict[int, IO[bytes]] = {}
-        """The output of rank 0 if the report is for scripts, and the errors of each other rank."""
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Processes:
+    def __init__(self, stack: ExitStack, world: int, arguments: Sequence[str], *, json_output: bool) -> None:
         from outrider.engine.ranks.heartbeats import KeyValueStore
         from outrider.engine.ranks.processes import ChildRanks, create_rank_store
 
+        self._stack = stack
+        self._json = json_output
+        self._files: dict[int, IO[bytes]] = {}
+        """The output of rank 0 if the report is for scripts, and the errors of each other rank."""
         self._children = ChildRanks(first=0, stopped_checks=_STOPPED_CHECKS)
         self._processes = self._children.processes
-        self._store = store = create_rank_store()
+        store = create_rank_store()
         self._key_value_store = KeyValueStore(store, "outrider")
         # The operating system closes the pipe when this process ends, and each rank ends itself then.
-        read, self._write = os.pipe()
+        read, write = os.pipe()
+        stack.callback(os.close, write)
+        stack.callback(self._children.wait_or_kill)
         try:
-            for rank in range(self._parallel.world):
-                self._processes.append(self._start(rank, store.port, read))
-        except BaseException:
-            self._children.wait_or_kill()
-            raise
+            for rank in range(world):
+                self._processes.append(self._start(arguments, rank, world, store.port, read))
         finally:
             os.close(read)
-        return self
 
-    def _start(self, rank: int, port: int, pipe: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "outrider.cli.main", *self._arguments]
-        environment = rank_variables(rank=rank, world=self._parallel.world, port=port, pipe=pipe)
+    def _start(self, arguments: Sequence[str], rank: int, world: int, port: int, pipe: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "outrider.cli.main", *arguments]
+        environment = rank_variables(rank=rank, world=world, port=port, pipe=pipe)
         if rank or self._json:
             self._files[rank] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
         file, null = self._files.get(rank), subprocess.DEVNULL
@@ -393,10 +387,3 @@ class _Processes:
             self._files[0].seek(0)
             data = json.loads(self._files[0].read() or "{}")
         return CommandReport(data=data, render=lambda console: None, exit_code=code)
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        del kind, error, traceback
-        self._children.wait_or_kill()
-        os.close(self._write)
-        self._stack.close()
-        del self._store
