@@ -144,9 +144,7 @@ class Joined:
     """
 
     def __init__(self, tensor: int, data: int, *, expert: bool = False) -> None:
-        self._tensor = tensor
-        self._data = data
-        self._expert = expert
+        self._options: dict[str, Any] = {"tensor": tensor, "data": data, "expert": expert}
         self._watch: RankWatch | None = None
         self._key_value_store: KeyValueStore
         self.ranks: Ranks | None = None
@@ -168,11 +166,11 @@ class Joined:
         from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 
-        parallel = ParallelConfig(tensor=self._tensor, data=self._data, expert=self._expert)
+        parallel = ParallelConfig(**self._options)
         if place.world != parallel.world:
             raise ConfigError(
-                f"--tensor-parallel {self._tensor} and --data-parallel {self._data} are {parallel.world} ranks, and this "
-                f"process is one of {place.world}; start as many"
+                f"--tensor-parallel {parallel.tensor} and --data-parallel {parallel.data} are {parallel.world} ranks, and "
+                f"this process is one of {place.world}; start as many"
             )
         device = open_backend(backend, local=place.local)
         if place.pipe is not None:

@@ -57,18 +57,14 @@ class ChildRanks:
                 return rank, f"rank {rank} hangs: a signal has stopped its process"
         return None
 
-    def kill(self) -> None:
-        """Kill the processes that still run."""
-        for process in self.processes:
-            process.kill()
-
     def wait_or_kill(self, timeout_s: float = 0.0) -> None:
         """Wait until all processes have ended. Those that are stopped, or that run after ``timeout_s``, are killed."""
         until = time.monotonic() + timeout_s
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0 if is_stopped(process.pid) else max(0.0, until - time.monotonic()))
-        self.kill()
+        for process in self.processes:
+            process.kill()
         for process in self.processes:
             process.wait()
             if process.stdin is not None:
