@@ -124,7 +124,6 @@ def test_a_client_of_http_1_0_gets_a_stream_up_to_the_end_of_the_connection(conn
         received += piece
     head, _, text = received.partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head
-    assert b"connection: close" in head
     assert text.startswith(b"data: {")
     assert text.endswith(b"data: [DONE]\n\n")
     assert all(json.loads(event[6:]) for event in text.split(b"\n\n")[:-2])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import signal
@@ -15,7 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.device import ConfigError, OutriderError
@@ -48,6 +47,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._served_app, self.app = self.app, self._run_app
         self._timer: asyncio.TimerHandle | None = None
         self._has_part_of_headers = False
         self._part_bytes = 0
@@ -160,11 +160,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        super()._start_asgi_task(cycle, functools.partial(self._run_app, cycle, app))
-
-    async def _run_app(self, cycle: Any, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call ``app``. A client of HTTP/1.0 gets a stream without chunks, which ends with the connection."""
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the served app. A client of HTTP/1.0 gets a stream without chunks, which ends with the connection."""
+        cycle: Any = send.__self__  # type: ignore[attr-defined]  # uvicorn passes a method of the request's cycle
         has_chunks, closes_after_body = scope["http_version"] == "1.1", False
         cycle.waiting_for_100_continue &= has_chunks
 
@@ -184,7 +182,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if lingers and not self.transport.is_closing():
                 self._linger(math.inf)
 
-        await app(scope, receive, send_in_version)
+        await self._served_app(scope, receive, send_in_version)
 
     def _linger(self, max_bytes: float) -> None:
         """End the response and discard up to ``max_bytes`` bytes that the client still sends within :data:`LINGER_S`.
