@@ -54,7 +54,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._refusal: ApiError | None = None
         self._cycles: list[Any] = []
-        """The open requests: one runs, the others were pipelined after it."""
+        """The requests that were open at the last request: one runs, the others were pipelined after it."""
         self._discardable: float | None = None
         """Number of bytes that a client may still send after its last response; None while requests are read."""
 
@@ -105,8 +105,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._has_part_of_headers = False
         self._stop_timer()
         super().on_headers_complete()
-        cycles = (*self._cycles, self.cycle)
-        self._cycles = [each for each in cycles if each is not None and not each.response_complete]
+        self._cycles = [*self._open_cycles(), self.cycle]
 
     def shutdown(self) -> None:
         """Close the connection once its response is complete."""
@@ -125,11 +124,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refusal = _too_large()
             raise ValueError(self._refusal.message)  # makes the parser stop
 
+    def _open_cycles(self) -> list[Any]:
+        return [each for each in self._cycles if not each.response_complete]
+
     def _disconnect_cycles(self) -> None:
-        for cycle in (*self._cycles, self.cycle):  # uvicorn tells the last one alone
-            if cycle is not None:
-                cycle.disconnected = True
-                cycle.message_event.set()
+        for cycle in self._open_cycles():  # uvicorn tells the last one alone
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -142,7 +143,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _handle_timeout(self) -> None:
         self._timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._open_cycles():
             self._start_timer()  # a byte that came early must not end the response before it
             return
         text = f"the request's headers didn't arrive within {self.header_timeout_s:g} s"
@@ -152,7 +153,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Send ``error``, unless a response has begun, and close the connection."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if not any(each.response_started for each in self._open_cycles()):
             body = error.encode()
             head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
