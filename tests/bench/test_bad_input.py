@@ -44,6 +44,7 @@ peers --phases decode,context --contexts 99999999 | a request of --contexts and 
 peers --phases mixed --max-context 9 | a request of --prompts and --outputs has 1436 tokens, and 9 are there
 peers --keep /proc/x | --keep is '/proc/x', and no files can be written there
 peers --so-far /nowhere/x.json | --so-far is '/nowhere/x.json'; nothing can be written in '/nowhere'
+peers --so-far x.svg --plot ./x.svg | --so-far is 'x.svg', another file of this command
 peers --memory -3 | --memory is -3.0; expected a number above 0, at most 1
 prefill --prompt-tokens 8,x | --prompt-tokens is '8,x'
 prefill --plot x.png | expected a file that ends in .svg

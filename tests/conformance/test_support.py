@@ -41,6 +41,16 @@ def test_a_page_that_is_not_up_to_date_is_told(outrider, monkeypatch, tmp_path):
     assert "isn't what the records give" in result.out
 
 
+@pytest.mark.parametrize("option", ["--check", "--add"])
+def test_the_page_replaces_no_file_that_is_read(outrider, tmp_path, option):
+    page = tmp_path / "support.md"
+    page.write_text("old")
+    result = outrider("support", "--write", str(page), option, str(page))
+    assert result.code == 2
+    assert f"--write is '{page}', another file of this command" in result.err
+    assert page.read_text() == "old"
+
+
 def test_a_page_on_a_full_disk_is_named(outrider, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
 

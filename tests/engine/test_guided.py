@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -574,6 +575,15 @@ def test_a_dot_of_a_grammar_is_any_character(engine, grammar, expected):
     (out,) = engine.generate([[5]], SamplingParams(guide=Ebnf(grammar), temperature=1, max_tokens=40))
     assert out.finish_reason == "stop"
     assert re.fullmatch(expected, engine.tokenizer.decode(out.token_ids))
+
+
+@pytest.mark.parametrize("text", ["[", '"\\'])
+def test_a_long_grammar_without_an_end_of_a_literal_is_refused_at_once(engine, text):
+    """A search in quadratic time would take a minute of all threads."""
+    before = time.process_time()
+    with pytest.raises(RequestError, match="can't be compiled"):
+        engine.generate([[5]], SamplingParams(guide=Ebnf("root ::= " + text * 50_000), max_tokens=4))
+    assert time.process_time() - before < 5
 
 
 def test_without_the_library_or_a_tokenizer_it_says_what_to_do(cpu, engine, monkeypatch):

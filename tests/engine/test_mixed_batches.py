@@ -1,10 +1,13 @@
 """Prompts beside decoding requests: how many of their tokens an iteration takes, and which of them wait for others."""
 
+from types import SimpleNamespace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.engine.requests.draft_length import FixedLength, LengthSchedule
+from outrider.engine.requests.groups import groups_by_load
 from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.scheduler import MAX_PREFILL_SEQUENCES, Scheduler, SchedulerLimits
@@ -47,6 +50,13 @@ def test_an_iteration_prefills_at_most_as_many_prompts_as_kernels_are_compiled_f
     made = scheduler(rows=300, prefill_chunk=4096)
     add(made, 300, 4)
     assert [len(prompts(made.next_batch())) for _ in range(2)] == [MAX_PREFILL_SEQUENCES, 300 - MAX_PREFILL_SEQUENCES]
+
+
+def test_groups_with_fewer_requests_come_first():
+    held = [SimpleNamespace(group=group) for group in (1, 0, 1)]
+    assert groups_by_load(3, held) == [2, 0, 1]
+    assert groups_by_load(2, held[:2]) == [0, 1]
+    assert groups_by_load(1, held[:0]) == [0]
 
 
 def test_prompts_get_a_quarter_of_the_budget_at_least():

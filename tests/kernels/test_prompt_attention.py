@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from outrider.device import AttentionMetadata, KernelSet
+from outrider.engine.requests.scheduler import MAX_PREFILL_SEQUENCES
 from outrider_triton.attention import operators
 from outrider_triton.attention import prefill as prefill_attention
 from outrider_triton.tiles.facts import DeviceFacts
@@ -214,6 +215,10 @@ def test_what_a_library_says_of_its_sums_is_checked(monkeypatch, base, device):
     later = operands(new=(90,), context=(150,))
     assert ("torch's cuDNN" in attention._candidates(later)) is (base == math.e)
     assert ("attention by torch's cuDNN over context" in attention.reports) is (base != math.e)
+
+
+def test_kernels_are_compiled_for_as_many_prompts_as_share_an_iteration():
+    assert operators.SEQUENCE_BOUNDS[-1] == MAX_PREFILL_SEQUENCES
 
 
 def test_prompts_are_many_causal_tokens_in_16_bits(kernels, device):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.harness import Driver
-from model.hybrid_checkpoints import FAMILIES, MtpOracle, greedy, logits, random_model, save
+from model.hybrid_checkpoints import FAMILIES, MtpOracle, config_values, greedy, logits, random_model, save
 from model.quantized_checkpoints import write_compressed, write_fp8
 from outrider import Engine, SamplingParams
 from outrider.cli.options.models import Speculation
@@ -72,6 +72,22 @@ def test_the_head_in_the_checkpoint(family, tmp_path, backend):
     torch.testing.assert_close(made, oracle(model, prompt), rtol=1e-3, atol=1e-3)
     (found,) = engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
     assert list(found.token_ids) == greedy(model, prompt, 12)
+
+
+def test_a_tied_table_under_the_name_of_the_output_head(tmp_path, backend):
+    """In a nested checkpoint with a prediction head, as ``safetensors.torch.save_model`` stores the table."""
+    tied = next(seed for seed in range(99) if config_values("qwen3_5", seed)["tie_word_embeddings"])
+    model = random_model("qwen3_5", tied)
+    save(model, tmp_path, head=MtpOracle(model, 4), nested=True)
+    for path in tmp_path.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({"lm_head.weight" if "embed_tokens" in key else key: tensors[key] for key in tensors}, path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model.language_model.embed_tokens", "lm_head"))
+    config = tiny.plain_config(dtype="float32", max_context=128, page_size=4, draft_tokens=3)
+    engine = Engine.from_checkpoint(tmp_path, backend, speculate="mtp", config=config)
+    (found,) = engine.generate([[3, 8, 13]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert list(found.token_ids) == greedy(model, [3, 8, 13], 12)
 
 
 def rewritten_config(directory, change):

@@ -274,7 +274,7 @@ def _experts(
     pairs = m * count
     order, expert_of, blocks, constants = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
     is_likely = pairs >= 2 * experts and hidden % 8 == 0  # most experts have a token
-    prefetched = min(experts, _PREFETCHED_BYTES // (4 * inner * jit.PREFETCHED.value)) if is_likely else 0
+    prefetched = min(experts, _PREFETCHED_BYTES // (4 * inner * jit.PREFETCHED_COLUMNS.value)) if is_likely else 0
     activations = x.new_empty((pairs, inner))
     parts = x.new_empty((pairs, hidden))
     for kernel, config, operands, n, k in (

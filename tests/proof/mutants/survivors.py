@@ -40,6 +40,12 @@ REASONS: dict[str, str] = {
     ),
     "Verify.run: change a flag: True → False": "equivalent: a model gives as many states as it's asked for",
     "Scheduler._admit: leave an operand out: short and (not request.pages)": "who waits: tests/engine/test_pages.py",
+    "Scheduler._chunks: leave an operand out: budget == 0 or len(chunks) == MAX_PREFILL_SEQUENCES → budget": (
+        "300 prompts at once: tests/engine/test_mixed_batches.py"
+    ),
+    "groups_by_load: negate: count == 1": "several groups: tests/engine/test_mixed_batches.py",
+    "groups_by_load: turn a comparison: count == 1": "several groups: tests/engine/test_mixed_batches.py",
+    "groups_by_load: one more: 1 → 2": "several groups: tests/engine/test_mixed_batches.py",
     "Scheduler._gathers: leave an operand out: bool(pending)": "who waits: tests/engine/test_mixed_batches.py",
     "Scheduler._gathers: turn a comparison: self._gathered_iterations": "who waits: tests/engine/test_mixed_batches.py",
     "Scheduler._grow: leave an operand out: not self._can_decode(request)": "pages taken in vain: tests/engine/test_pages.py",

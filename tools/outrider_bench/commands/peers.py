@@ -19,6 +19,7 @@ from outrider.cli.options.option_values import (
     DTYPES,
     INPUT_FILE,
     UsageError,
+    checking_options,
     number,
     one_of,
     option,
@@ -27,7 +28,7 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.files import check_directory
+from outrider.cli.terminal.files import check_directory, check_distinct
 from outrider.cli.terminal.report import CommandReport, Interrupted, note, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -288,6 +289,9 @@ def peers(
         raise UsageError(
             f"--plot has nothing to draw of --phases {options.phases!r}; add {', '.join(_AXES)}, or leave it out"
         )
+    if so_far is not None:
+        with checking_options():
+            check_distinct("--so-far", so_far, filter(None, (plot, Path(options.shape))))
     options.check(chosen, kinds)
     registry = Registry()
     spec = registry.select(options.backend, backend_from_environment())

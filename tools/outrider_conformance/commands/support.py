@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.options.option_values import DIRECTORY, INPUT_FILE, option, output_file, text
-from outrider.cli.terminal.files import read_utf8, write_whole
+from outrider.cli.options.option_values import DIRECTORY, INPUT_FILE, checking_options, option, output_file, text
+from outrider.cli.terminal.files import check_distinct, read_utf8, write_whole
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 
@@ -215,6 +215,9 @@ def support(
     """Print the support table made from recorded evidence. Options write it, check it, or add a record."""
     from outrider_conformance.reporting.report import MOST_BYTES, load_report, verify
 
+    if write is not None:
+        with checking_options():
+            check_distinct("--write", write, filter(None, (check, add)))
     if add is not None:
         if not name:
             raise ConfigError("--add needs --name, the name of the record's file")

@@ -27,8 +27,11 @@ from outrider.engine.requests.sampling import SamplingParams, partial_match_leng
 from outrider.errors import BusyError, RequestError, one_line
 from outrider.model import Tokenizer
 
-_DOTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#.*|(?<![\w-])(?P<dots>\.+)(?![\w-])')
-"""Literals, character classes and comments of a grammar, and dots outside of them that are no part of a rule's name."""
+_DOTS = re.compile(r'"(?:\\[\s\S]|[^"\\])*"?|\[(?:\\[\s\S]|[^\]\\])*\]?|#.*|(?<![\w-])(?P<dots>\.+)(?![\w-])')
+"""Literals, character classes and comments of a grammar, and dots outside of them that are no part of a rule's name.
+
+A literal without an end matches, too, so that a search takes linear time.
+"""
 _ANY_CHARACTER = r"[\u0000-\U0010FFFF]"
 ALLOW_ALL_WORD = -1
 """A mask word that allows all of its 32 tokens."""

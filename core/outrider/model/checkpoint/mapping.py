@@ -142,12 +142,18 @@ def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> 
 def decoder_stem(present: Container[str]) -> str:
     """Return the prefix of the names of a decoder's tensors, empty for a base model that was saved without its head."""
     stems = ("model.", "model.language_model.", "")
-    return next((stem for stem in stems if f"{stem}embed_tokens.weight" in present), stems[0])
+    return next((stem for stem in stems if _holds_decoder(stem, present)), stems[0])
 
 
 def is_model(present: Container[str]) -> bool:
     """Return True if a checkpoint with the tensor names ``present`` holds a decoder, and not only draft heads."""
-    return f"{decoder_stem(present)}embed_tokens.weight" in present
+    return _holds_decoder(decoder_stem(present), present)
+
+
+def _holds_decoder(stem: str, present: Container[str]) -> bool:
+    # A tied table may be stored as the output head alone. Draft heads may have a first norm, too, but without a prefix.
+    has_first_norm = bool(stem) and f"{stem}layers.0.input_layernorm.weight" in present
+    return has_first_norm or f"{stem}embed_tokens.weight" in present
 
 
 def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:

@@ -25,7 +25,7 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles
 from outrider.model.checkpoint.loading import Progress
 from outrider.model.checkpoint.location import refuse_other_formats
-from outrider.model.checkpoint.mapping import decoder_stem, vision_name
+from outrider.model.checkpoint.mapping import is_model, vision_name
 from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.reading import read_json
 from outrider.model.media.chat_template import MORE_TEMPLATES
@@ -152,10 +152,7 @@ def _has_tied_head(config: Mapping[str, Any], files: CheckpointFiles) -> bool:
     """
     text = config.get("text_config")
     is_tied = any(part.get("tie_word_embeddings") is True for part in (config, text if isinstance(text, dict) else {}))
-    stem = decoder_stem(files.tensors)
-    # The table may be stored as the output head alone; a draft head has no first norm under the decoder's names.
-    is_decoder = any(f"{stem}{name}.weight" in files.tensors for name in ("embed_tokens", "layers.0.input_layernorm"))
-    return is_tied and is_decoder
+    return is_tied and is_model(files.tensors)
 
 
 def _no_head_error(files: CheckpointFiles) -> ConfigError:

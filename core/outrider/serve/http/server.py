@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import signal
@@ -15,7 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.device import ConfigError, OutriderError
@@ -48,13 +47,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._served_app, self.app = self.app, self._run_app
         self._timer: asyncio.TimerHandle | None = None
         self._has_part_of_headers = False
         self._part_bytes = 0
         self._header_bytes = 0
         self._refusal: ApiError | None = None
         self._cycles: list[Any] = []
-        """The open requests: one runs, the others were pipelined after it."""
+        """The requests that were open at the last request: one runs, the others were pipelined after it."""
         self._discardable: float | None = None
         """Number of bytes that a client may still send after its last response; None while requests are read."""
 
@@ -105,8 +105,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._has_part_of_headers = False
         self._stop_timer()
         super().on_headers_complete()
-        cycles = (*self._cycles, self.cycle)
-        self._cycles = [each for each in cycles if each is not None and not each.response_complete]
+        self._cycles = [*self._open_cycles(), self.cycle]
 
     def shutdown(self) -> None:
         """Close the connection once its response is complete."""
@@ -125,11 +124,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refusal = _too_large()
             raise ValueError(self._refusal.message)  # makes the parser stop
 
+    def _open_cycles(self) -> list[Any]:
+        return [each for each in self._cycles if not each.response_complete]
+
     def _disconnect_cycles(self) -> None:
-        for cycle in (*self._cycles, self.cycle):  # uvicorn tells the last one alone
-            if cycle is not None:
-                cycle.disconnected = True
-                cycle.message_event.set()
+        for cycle in self._open_cycles():  # uvicorn tells the last one alone
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -142,7 +143,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _handle_timeout(self) -> None:
         self._timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._open_cycles():
             self._start_timer()  # a byte that came early must not end the response before it
             return
         text = f"the request's headers didn't arrive within {self.header_timeout_s:g} s"
@@ -152,7 +153,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Send ``error``, unless a response has begun, and close the connection."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if not any(each.response_started for each in self._open_cycles()):
             body = error.encode()
             head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
@@ -160,11 +161,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        super()._start_asgi_task(cycle, functools.partial(self._run_app, cycle, app))
-
-    async def _run_app(self, cycle: Any, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call ``app``. A client of HTTP/1.0 gets a stream without chunks, which ends with the connection."""
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the served app. A client of HTTP/1.0 gets a stream without chunks, which ends with the connection."""
+        cycle: Any = send.__self__  # type: ignore[attr-defined]  # uvicorn passes a method of the request's cycle
         has_chunks, closes_after_body = scope["http_version"] == "1.1", False
         cycle.waiting_for_100_continue &= has_chunks
 
@@ -184,7 +183,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if lingers and not self.transport.is_closing():
                 self._linger(math.inf)
 
-        await app(scope, receive, send_in_version)
+        await self._served_app(scope, receive, send_in_version)
 
     def _linger(self, max_bytes: float) -> None:
         """End the response and discard up to ``max_bytes`` bytes that the client still sends within :data:`LINGER_S`.

@@ -14,8 +14,10 @@ from outrider_triton.jit.dependent import begin, begin_late
 from outrider_triton.products.jit.matmul import prefetch_gates, sum_of_tiles, sums_of_gates, swiglu
 from outrider_triton.quantized.jit.products import sum_of_products
 
-PREFETCHED = tl.constexpr(768)
-"""Number of columns of experts' weights that are prefetched: a program per multiprocessor then prefetches half of a cache."""
+PREFETCHED_COLUMNS = tl.constexpr(768)
+"""Number of columns of an expert's weight that are prefetched: a program per multiprocessor then prefetches half of Hopper's
+second-level cache.
+"""
 
 
 @triton.jit(do_not_specialize=["first", "last"])
@@ -270,7 +272,7 @@ def expert_gates(
     if PDL:
         if tl.program_id(1) < prefetched:
             lane = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-            prefetch_gates(weight + tl.program_id(1).to(tl.int64) * 2 * n * k, lane, n, k, tl.minimum(k, PREFETCHED))
+            prefetch_gates(weight + tl.program_id(1).to(tl.int64) * 2 * n * k, lane, n, k, tl.minimum(k, PREFETCHED_COLUMNS))
     begin_late(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:

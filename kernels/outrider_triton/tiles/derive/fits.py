@@ -24,11 +24,12 @@ MAX_FOLDED_TOKENS = 16
 weight's.
 """
 OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_add_scaled", "scaled_silu_mul", "linear_rope")
-_FEW_ROWS, _FEW_BYTES = 512, 2 << 20
-_FEW_BYTES_TOKENS = 32
-"""Maximum number of tokens of a tile, if the weight has few rows and bytes."""
 GATED = ("linear_silu_mul", "scaled_silu_mul")
 ADDED = ("linear_add", "linear_add_scaled")
+_SMALL_WEIGHT_ROWS, _SMALL_WEIGHT_BYTES = 512, 2 << 20
+"""Maximum number of rows and of bytes of a weight that has few (:func:`has_few_bytes`)."""
+_SMALL_WEIGHT_TOKENS = 32
+"""Maximum number of tokens of a tile for such a weight."""
 PAIRS = 32  # pairs of rows per streamed tile; equals outrider_triton.jit.tma_pipeline.PAIRS
 LARGE_M_PAIRS = 64  # pairs of rows per warpgroup; equals outrider_triton.products.jit.large_m_gates.GROUP
 NIBBLE_TILE_ROWS = 64  # rows of a tile of nibbles; equals outrider_triton.quantized.jit.nibble_planes_streamed.ROWS
@@ -74,13 +75,13 @@ def has_few_bytes(n: int, k: int, operator: str, stored: OperandStorage) -> bool
     """Return True if a weight [n, k] has so few rows and bytes that a program's steps through the columns take longer than
     the bytes. Small tiles of rows and tokens are then faster than few reads of the weight, and the library isn't.
     """
-    is_small = n <= _FEW_ROWS and 2 * n * k <= _FEW_BYTES
+    is_small = n <= _SMALL_WEIGHT_ROWS and 2 * n * k <= _SMALL_WEIGHT_BYTES
     return is_small and operator == "linear" and stored == UNQUANTIZED
 
 
 def tile_tokens(m: int, n: int, k: int, operator: str, stored: OperandStorage) -> int:
     """Return the number of tokens for which tiles are derived that multiply ``m`` tokens, in several tiles if it is less."""
-    return min(m, _FEW_BYTES_TOKENS) if has_few_bytes(n, k, operator, stored) else m
+    return min(m, _SMALL_WEIGHT_TOKENS) if has_few_bytes(n, k, operator, stored) else m
 
 
 def fold_factor(operator: str, config: MatmulConfig, stored: OperandStorage = UNQUANTIZED) -> int:

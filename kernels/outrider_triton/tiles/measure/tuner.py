@@ -25,7 +25,7 @@ from torch import Tensor
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
 from outrider_triton.tiles.configs import LARGE_M, AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.products import choose_config, rank_configs
+from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.measure.chain import Chain, microseconds, normal
 from outrider_triton.tiles.measure.compiling import AttentionJob, Job, KernelCompilers, ProductJob
 from outrider_triton.tiles.store.choices import ChoiceRow, TunedStore, merge_choices
@@ -269,7 +269,7 @@ class _Tuner:
         entry = table.entry(*key[:2], n=key[2], k=key[3], m=m, layer=self._layer_name)
         if entry is not None:
             return entry.config
-        return choose_config(self._kernels.facts, key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
+        return self._kernels.tiles.derived(key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
 
     def _is_faster(self, chain: Chain, start: Table, rows: list[ChoiceRow]) -> bool:
         """Return True if layers with ``rows`` are faster than without, alternating both.
