@@ -11,7 +11,8 @@ import torch
 
 from outrider.cli.main import main
 from outrider.device import CapabilityError, KernelSet, TuningResult
-from outrider.model.config.shapes import decoder_shape, prepare_kernels, shape_config
+from outrider.model.config.shapes import decoder_shape, shape_config
+from outrider.model.layers.tuning import prepare_kernels
 from outrider.registry import get_backend
 
 RESULT = TuningResult(measured=9, kept=3, complete=True, seconds=1.0, before_us=20.0, after_us=10.0)

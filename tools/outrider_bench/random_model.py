@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import LanguageModel, ModelRanks
-    from outrider.model.config.shapes import PreparedKernels
+    from outrider.model.layers.tuning import PreparedKernels
     from outrider.speculative.proposer import Proposer
 
 RANDOM_PROPOSERS = ("eagle", "mtp", "dflash", "none")

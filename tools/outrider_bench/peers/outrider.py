@@ -13,7 +13,7 @@ from outrider_bench.peers.work import PeerWork
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.model.config.shapes import PreparedKernels
+    from outrider.model.layers.tuning import PreparedKernels
 
 
 class OutriderPeer(Peer):

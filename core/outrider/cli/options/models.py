@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
-    from outrider.model.config.shapes import PreparedKernels
+    from outrider.model.layers.tuning import PreparedKernels
 
 
 ModelOption = Annotated[
@@ -288,7 +288,7 @@ def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seco
 
     ``config`` is read only if kernels are tuned. ``tell`` shows the progress.
     """
-    from outrider.model.config.shapes import PreparedKernels, prepare_kernels
+    from outrider.model.layers.tuning import PreparedKernels, prepare_kernels
 
     directory = tuned_directory()
     if tune_seconds:
