@@ -126,6 +126,14 @@ def test_a_head_that_is_not_supported_leaves_the_model_usable(change, message, t
     )
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_config_without_layers_of_a_head_decodes_without_it(nested, tmp_path):
+    """By default: tensors of a head are ignored if the config says that it has 0 layers."""
+    save(random_model("qwen3_5", 3), tmp_path, head=MtpOracle(random_model("qwen3_5", 3), 4), nested=nested)
+    rewritten_config(tmp_path, lambda raw: (raw["text_config"] if nested else raw).update(mtp_num_hidden_layers=0))
+    assert Speculation.with_defaults(None, model=tmp_path, draft=None, draft_tokens=3).kind == "none"
+
+
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5}
 LONGROPE |= {
     "original_max_position_embeddings": 64,

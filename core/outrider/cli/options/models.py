@@ -256,16 +256,20 @@ class Speculation:
 
 
 def has_mtp_heads(model: Path) -> bool:
-    """Return True if the checkpoint ``model`` has heads of multi-token prediction. Its loader reports unreadable files."""
+    """Return True if the checkpoint ``model`` has heads of multi-token prediction, and its config doesn't say 0 layers.
+
+    Its loader reports unreadable files.
+    """
     from outrider.model.checkpoint.files import GGUF_LIST
-    from outrider.model.checkpoint.mapping import mtp_format
+    from outrider.model.checkpoint.mapping import mtp_depth, mtp_format
     from outrider.model.checkpoint.opening import open_checkpoint
     from outrider.model.checkpoint.reading import read_json
 
     if (model / GGUF_LIST).exists():
         return bool(read_json(model / "config.json").get("mtp_num_hidden_layers"))  # opening a GGUF file takes seconds
     try:
-        return mtp_format(open_checkpoint(model).tensors) is not None
+        depth = mtp_depth(read_json(model / "config.json"))
+        return depth != 0 and mtp_format(open_checkpoint(model).tensors) is not None
     except CheckpointError:
         return False
 

@@ -208,6 +208,14 @@ def is_mtp_tensor(key: str) -> bool:
     return key.startswith(tuple(MTP_PREFIXES))
 
 
+def mtp_depth(raw: Mapping[str, Any]) -> Any:
+    """Return the number of layers of multi-token prediction in the content of config.json, 1 if no field has it."""
+    text = raw.get("text_config")
+    fields = {**raw, **text} if isinstance(text, dict) else raw
+    names = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    return next((fields[name] for name in names if fields.get(name) is not None), 1)
+
+
 def mtp_format(present: Iterable[str]) -> str | None:
     """Return the format of the heads of multi-token prediction, a value of ``MTP_PREFIXES``, or None without such heads."""
     return next((MTP_PREFIXES[prefix] for key in present for prefix in MTP_PREFIXES if key.startswith(prefix)), None)

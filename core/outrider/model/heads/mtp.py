@@ -27,6 +27,7 @@ from outrider.model.checkpoint.mapping import (
     is_mtp_tensor,
     layer_targets,
     layer_weights,
+    mtp_depth,
     offset_norms,
 )
 from outrider.model.config.checkpoint_config import read_model_config
@@ -158,7 +159,6 @@ def _open(checkpoint: HeadCheckpoint) -> tuple[HeadCheckpoint, set[str]]:
 
 _LAYER, HEAD_NAME = "mtp.layers.0", "heads.0"
 """Prefixes of the layer's tensors in the checkpoint, and of the head's weights."""
-_DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 def load_chained_mtp(checkpoint: HeadCheckpoint) -> MtpHead:
@@ -185,7 +185,7 @@ def _chained_config(checkpoint: HeadCheckpoint) -> ModelConfig:
     config = read_model_config(checkpoint.directory, drafts=True)
     text = checkpoint.raw.get("text_config")
     fields: dict[str, Any] = checkpoint.raw | (text if isinstance(text, dict) else {})
-    depth = next((fields[key] for key in _DEPTH_KEYS if fields.get(key) is not None), 1)
+    depth = mtp_depth(checkpoint.raw)
     problem = None
     if config.family not in HYBRID_FAMILIES:
         problem = f"model_type is {shown(config.family)}, and a head with tensors mtp.* belongs to a hybrid model"
