@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.options.models import prepare_device, print_engine
-from outrider.cli.terminal.environment import open_backend
+from outrider.cli.options.rank_processes import open_rank
 from outrider.cli.terminal.report import show_progress
 from outrider.device.errors import ConfigError
 from outrider_bench.acceptance import describe_acceptance, rates_of_requests
@@ -178,8 +178,7 @@ class RandomModel:
         from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 
-        ranks = None if join is None else join(backend)
-        device, leads = (open_backend(backend), True) if ranks is None else (ranks.backend, ranks.leads)
+        ranks, device, leads = open_rank(join, backend)
         with show_progress(leads) as tell:
             on_prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
         own: tuple[Choice, ...] = () if dtype is not None else (self._choose_dtype(device),)

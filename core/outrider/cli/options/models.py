@@ -24,7 +24,8 @@ from outrider.cli.options.option_values import (
     option,
     whole,
 )
-from outrider.cli.terminal.environment import open_backend, tuned_directory
+from outrider.cli.options.rank_processes import open_rank
+from outrider.cli.terminal.environment import tuned_directory
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import note, show_progress, sum_of_loads
 from outrider.cli.terminal.torch_probe import require_torch
@@ -341,8 +342,7 @@ def load(
 
     # The engine checks names that the user gave as strings.
     names: dict[str, Any] = {"quantized": speculation.quantized, "draft_weights": speculation.draft_weights}
-    ranks = None if join is None else join(backend)
-    device, leads = (open_backend(backend), True) if ranks is None else (ranks.backend, ranks.leads)
+    ranks, device, leads = open_rank(join, backend)
     given: dict[str, Any] = {"max_requests": max_requests, "dtype": dtype} | dict(settings or {})
     if max_requests == 1 and _rarely_accepted(speculation) and not given.get("batch_invariant"):
         # Where the host computes, each draft token takes time.

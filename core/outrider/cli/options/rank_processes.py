@@ -33,6 +33,7 @@ from outrider.registry.children import end_with_pipe
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
+    from outrider.device import Backend
     from outrider.engine.engine import Engine
     from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
     from outrider.engine.ranks.ranks import Ranks
@@ -137,6 +138,12 @@ class RankPlacement:
         return PrefixStore(f"outrider/attempt {self.attempt}", store) if self.attempt else store
 
 
+def open_rank(join: JoinRanks | None, backend: str | None) -> tuple[Ranks | None, Backend, bool]:
+    """Return the joined ranks (None for a single process), this rank's backend, and True if this process reports progress."""
+    ranks = None if join is None else join(backend)
+    return (None, open_backend(backend), True) if ranks is None else (ranks, ranks.backend, ranks.leads)
+
+
 class Joined:
     """The ranks that a command runs on, as a scope. ``ranks`` is None for a single process and before :meth:`join`.
 
@@ -161,7 +168,7 @@ class Joined:
         were started.
         """
         place = self.place
-        if place is None or self.ranks is not None:
+        if place is None or self._watch is not None:
             return self.ranks
         from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
