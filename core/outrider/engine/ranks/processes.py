@@ -57,6 +57,11 @@ class ChildRanks:
                 return rank, f"rank {rank} hangs: a signal has stopped its process"
         return None
 
+    def find_loss(self) -> str | None:
+        """Return the message of :meth:`find_lost`."""
+        lost = self.find_lost()
+        return None if lost is None else lost[1]
+
     def wait_or_kill(self, timeout_s: float = 0.0) -> None:
         """Wait until all processes have ended. Those that are stopped, or that run after ``timeout_s``, are killed."""
         until = time.monotonic() + timeout_s
@@ -101,8 +106,7 @@ def start_ranks(
             own = spec if index is None else replace(spec, ordinal=rank)
             call = partial(_follow_first_rank, load_engine, own, parallel, rank, store.port, follow, ends_process)
             children.processes.append(start_call(call, stdout=subprocess.DEVNULL))
-        find_lost = lambda: (children.find_lost() or (0, None))[1]  # noqa: E731
-        ranks = Ranks(backend, parallel, rank=0, store=store, find_lost_process=find_lost)
+        ranks = Ranks(backend, parallel, rank=0, store=store, find_lost_process=children.find_loss)
         scope.callback(ranks.close)  # before the wait: the other ranks' libraries wait for this one's
         if ends_process:
             watch = _start_watch(ranks, store.port, speaks=True)
