@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin
-from outrider_triton.jit.recurrent_steps import _NORM_EPS, log_decay
+from outrider_triton.jit.recurrent_steps import NORM_EPS, log_decay
 
 _CHUNK = tl.constexpr(64)
 _BLOCK = tl.constexpr(16)
@@ -33,7 +33,7 @@ def load_normalized(mixed, rows, lanes, mask, stride):
     float32 [rows, lanes].
     """
     x = tl.load(mixed + rows[:, None] * stride + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, axis=1) + _NORM_EPS)[:, None]
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) + NORM_EPS)[:, None]
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from triton import next_power_of_2
 
 from outrider_triton.jit.dependent import allow_next_kernel, begin, wait_for_previous_kernel
 
-_NORM_EPS = tl.constexpr(1e-6)
+NORM_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
@@ -171,8 +171,8 @@ def _advance(current, q, k, v, a, b, rate, bias, D: tl.constexpr):
 
     ``q``, ``k``, ``v``, ``a`` and ``b`` are the results of :func:`load_token`.
     """
-    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + _NORM_EPS) * (D**-0.5)
-    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
+    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS) * (D**-0.5)
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
     decay = tl.exp(log_decay(a, rate, bias))
     found = tl.sum(current * k[:, None], axis=0) * decay
     read = tl.sum(current * q[:, None], axis=0) * decay

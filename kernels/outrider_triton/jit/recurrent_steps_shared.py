@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
-from outrider_triton.jit.recurrent_steps import _NORM_EPS, apply_update, load_pending, log_decay, sequence_of
+from outrider_triton.jit.recurrent_steps import NORM_EPS, apply_update, load_pending, log_decay, sequence_of
 
 LANES = gl.constexpr(8)
 """Number of lanes of a warp that have different keys of the same values."""
@@ -126,8 +126,8 @@ def delta_rule_shared(
         v = gl.load(channels + (2 * key_width + v_lane), mask=is_token[:, None] & (value < E), other=0.0).to(gl.float32)
         b = gl.load(gates + index * gates_stride + head, mask=is_token, other=0.0).to(gl.float32)
         a = gl.load(gates + index * gates_stride + value_heads + head, mask=is_token, other=0.0).to(gl.float32)
-        q *= (gl.rsqrt(gl.sum(q * q, axis=1) + _NORM_EPS) * (D**-0.5))[:, None]
-        k *= gl.rsqrt(gl.sum(k * k, axis=1) + _NORM_EPS)[:, None]
+        q *= (gl.rsqrt(gl.sum(q * q, axis=1) + NORM_EPS) * (D**-0.5))[:, None]
+        k *= gl.rsqrt(gl.sum(k * k, axis=1) + NORM_EPS)[:, None]
         decay = gl.exp(log_decay(a, rate, bias))
         _share(queries, q)
         _share(keys, k)
