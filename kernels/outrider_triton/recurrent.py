@@ -22,6 +22,10 @@ _CHUNK_VALUES_PER_PROGRAM = 32
 _ROWS_PER_PROGRAM = 4
 _VALUES_PER_PROGRAM = 32
 """Number of values of a head whose states one warp holds in registers."""
+_MIN_KEYS = 64
+"""Minimum number of keys in a block: two for each lane. A lane with a single product would add it exactly to another lane's
+rounded one, so lanes would find different sums, and a settled state other bits than the state that verification used.
+"""
 _SHARING_WARPS = 4
 """Number of warps that share keys and queries of a head."""
 _SHARING_CELLS = 2048
@@ -100,11 +104,10 @@ def _rule(
     _expect_rows(mixed, gates, state)
     out = _allocate(mixed, _values(mixed, state), uniform)
     heads, key_size, value_size = state.shape[1:]
-    block_d, block_e = power_of_two(key_size), min(power_of_two(value_size), _VALUES_PER_PROGRAM)
+    block_d, block_e = max(power_of_two(key_size), _MIN_KEYS), min(power_of_two(value_size), _VALUES_PER_PROGRAM)
     kernel, settings = jit.delta_rule, {"warps": 1}
     if pdl:  # the devices of NVIDIA from Hopper on
         kernel, settings = delta_rule_shared, {"warps": _SHARING_WARPS, "maxnreg": _SHARING_REGISTERS}
-        block_d = max(block_d, LANES.value)
         block_e = _SHARING_WARPS * max(min(power_of_two(value_size), _SHARING_CELLS // block_d), 32 // LANES.value)
     key_width, blocks = (mixed.shape[1] - heads * value_size) // 2, triton.cdiv(value_size, block_e)
     launch(

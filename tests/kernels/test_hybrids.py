@@ -106,11 +106,13 @@ def batch_of(rows, count, length, pending=None):
     return RecurrentBatch(rows, starts, torch.full_like(starts[1:], length), max(count, 1), pending=pending)
 
 
-def test_decoding_verification_and_settling_have_the_same_bits(kernels, device):
+@pytest.mark.parametrize("size", [8, 32, 128])
+def test_decoding_verification_and_settling_have_the_same_bits(kernels, device, size):
     """A window of four tokens of two sequences leaves the states. The next window begins with the accepted ones of any
     number, and so does a call without tokens: both write what decoding one by one writes.
     """
-    size = 32 if device.type == "cpu" else 128
+    if size != 32 and device.type == "cpu":
+        pytest.skip("not run: the interpreter has no lanes, whose number of keys depends on the size")
     weights, states, inputs = layer(device, tokens=16, size=size)
     rows = torch.tensor([2, 1], device=device)
     own = [[each[slice(token, None, 8)] for each in inputs] for token in range(8)]
