@@ -114,7 +114,9 @@ def test_of_many_tokens_the_most_are_the_librarys(tokens, ours, name, either):
 
 
 @pytest.mark.parametrize(("tokens", "group"), [(8, 128), (5, 128), (5, 0)])
-def test_the_library_takes_8_bits_with_scales_of_blocks(tokens, group, monkeypatch):
+def test_the_library_takes_8_bits_with_scales_of_blocks(tokens, group, monkeypatch, device):
+    if device.type != "cpu":
+        pytest.skip("a device has the library's product: tests/kernels/quantized_on_device.py")
     n, k = 256, 512
     blocks = WeightFormat(elements=FP8, rows=128, columns=128, activations=FP8, activation_group=128)
     weight = (blocks if group else WeightFormat(elements=FP8, activations=FP8)).quantize(normal(n, k).bfloat16())
@@ -241,9 +243,9 @@ def test_a_norm_between_two_products(name, gated, split, either):
 
 
 @pytest.mark.parametrize("size", [128, 1024, 2560, 2600])
-def test_programs_share_a_row_whose_groups_have_scales_of_their_own(size):
+def test_programs_share_a_row_whose_groups_have_scales_of_their_own(size, device):
     """The same values and scales as of SwiGLU quantised in one piece."""
-    both = normal(3, 2 * size)
+    both = normal(3, 2 * size).to(device)
     rows, scales = torch.ops.outrider.silu_mul.triton_quantize(both, "fp8", 128, torch.float16, 0, False)
     gated = torch.ops.outrider.silu_mul.triton(both, False)
     wanted_rows, wanted_scales = torch.ops.outrider.quantize_rows.triton(gated, "fp8", 128, None, torch.float16, False)

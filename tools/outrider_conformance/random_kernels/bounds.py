@@ -18,6 +18,8 @@ TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0*
 _LAMBDA = 8.0
 _EXPONENT = 100.0
 """Largest magnitude of an argument whose float32 exponential is neither 0 nor infinite, rounded up."""
+_BASE_CHANGE = 1.25
+"""Roundings of the argument of an exponential by a kernel that computes powers of 2: of the product, and of the constant."""
 _OVERFLOWN = 2.0**-126
 """Smallest reciprocal of a float32 exponential that isn't infinite, rounded up."""
 _PARTS = 2.0
@@ -91,7 +93,7 @@ def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
     exponential overflows, the result is 0.
     """
     value = gate.value * torch.sigmoid(gate.value)
-    relative = wide(dtype) * gate.value.abs().clamp(max=_EXPONENT)
+    relative = _BASE_CHANGE * wide(dtype) * gate.value.abs().clamp(max=_EXPONENT)
     active = Number(value, 1.1 * gate.error + relative * value.abs() + _OVERFLOWN * gate.value.abs())
     active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
     error = active.error * (up.value.abs() + up.error) + active.value.abs() * up.error
@@ -101,7 +103,7 @@ def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
 def sigmoid_mul(x: Number, gate: Number, dtype: torch.dtype) -> Number:
     """Return ``x * sigmoid(gate)`` with sigmoid and product rounded; see :func:`silu_mul`."""
     value = torch.sigmoid(gate.value)
-    relative = wide(dtype) * gate.value.abs().clamp(max=_EXPONENT)
+    relative = _BASE_CHANGE * wide(dtype) * gate.value.abs().clamp(max=_EXPONENT)
     active = Number(value, 0.25 * gate.error + relative * value + _OVERFLOWN)
     active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
     error = active.error * (x.value.abs() + x.error) + active.value * x.error
