@@ -207,8 +207,8 @@ class WarmUp:
 
 
 def serve_internal_requests(loop: Loop, parts: EngineParts, compile_ahead: Callable[[], None]) -> WarmUp:
-    """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend
-    with each draft length. ``loop`` is created for this and dropped afterwards.
+    """Serve internal requests that use every feature: a prompt, of two chunks for the first request, then iterations that
+    draft, verify and extend with each draft length. ``loop`` is created for this and dropped afterwards.
     ``compile_ahead`` starts the compilation of kernels.
     """
     backend, model, proposer, config = parts.backend, parts.model, parts.proposer, parts.config
@@ -235,7 +235,8 @@ def serve_internal_requests(loop: Loop, parts: EngineParts, compile_ahead: Calla
     rope_key = model.config.rope.sharing_key(length)
     rounds = _CHUNKS + max(_ITERATIONS, len(parts.lengths) + 1)
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
-        request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
+        tokens = (word,) * (length if params is greedy else 1)  # only the last row of a prompt depends on the features
+        request = Request(number, tokens, params.sample(0), frozenset(), rope_key=rope_key)
         if params is everything:
             request.guidance = Guidance(UnrestrictedMatcher(), vocabulary=model.config.vocab_size)
         loop.add(request)
