@@ -61,7 +61,9 @@ class WorkerCompileMode(AsyncCompileMode):  # type: ignore[misc]  # Triton has n
                 _ = kernel.run  # Triton loads a kernel at the first access
             return kernel
 
-        return super().submit(key, compile_and_load, finalize_fn)
+        future = super().submit(key, compile_and_load, finalize_fn)
+        finalize_fn(future)  # Triton 3.6 would ask for the kernel again in each launch of the scope
+        return future
 
 
 class WorkerPool:
