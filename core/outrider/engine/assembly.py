@@ -233,14 +233,15 @@ def serve_internal_requests(loop: Loop, parts: EngineParts, compile_ahead: Calla
         logprobs=min(MAX_LOGPROBS, model.config.vocab_size),
     )
     rope_key = model.config.rope.sharing_key(length)
-    rounds = _CHUNKS + max(_ITERATIONS, len(parts.lengths) + 1)
+    rounds = max(_ITERATIONS, len(parts.lengths) + 1)
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
-        tokens = (word,) * (length if params is greedy else 1)  # only the last row of a prompt depends on the features
+        chunks = _CHUNKS if params is greedy else 1  # only the last row of a prompt depends on the features
+        tokens = (word,) * (length if chunks > 1 else 1)
         request = Request(number, tokens, params.sample(0), frozenset(), rope_key=rope_key)
         if params is everything:
             request.guidance = Guidance(UnrestrictedMatcher(), vocabulary=model.config.vocab_size)
         loop.add(request)
-        for _ in range(rounds):
+        for _ in range(chunks + rounds):
             if not request.finished:
                 loop.iterate()
         loop.drop_requests([request])
