@@ -128,7 +128,7 @@ def test_chunks_of_a_graph_are_copied_if_they_have_no_context(monkeypatch, devic
             out[start:end] = attention_of_a_library(q[start:end], keys[own], values[own], bounds["softmax_scale"])[0]
         return out, None
 
-    monkeypatch.setattr(prefill_attention, "find_spec", lambda name: name == "fa3_fwd" or None)
+    monkeypatch.setattr(prefill_attention, "_has_flash3", lambda: True)
     monkeypatch.setattr(prefill_attention, "_flash3", lambda: flash3)
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
     placed = {name: getattr(metadata, name).to(device) for name in ("query_start", "seq_lens", "block_table")}

@@ -172,7 +172,7 @@ class TileSelection:
         """Yield each of :meth:`token_counts` inside the scope of variants, once for ``key`` and this layer. The caller
         computes so many rows, which only compiles the kernels.
         """
-        return self.scope.each((*key, self.layer), self.token_counts())
+        return self.scope.each((*key, self.layer), self.token_counts()) if self.scope.depth else iter(())
 
     def attention(self, groups: int, head_size: int, group: int) -> AttentionConfig | None:
         """Return the stored configuration of attention with ``groups`` programs without splits, or None."""
