@@ -21,6 +21,7 @@ from outrider.engine.prefill import Prefill, build_prefill_graphs, stage_prompt_
 from outrider.engine.ranked import DeciderGuidedDecoding, FollowerGuidedDecoding, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
+from outrider.engine.requests.batch import BatchFeatures
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
@@ -91,7 +92,7 @@ class Assembly:
                 for features in captured_features(parts):
                     batch = DecodeBatch(1, 1, drafted, features, parts.capacity, captured=True)
                     self._iteration.run(batch, build_frame(parts.buffers, batch))
-                    if prompts is not None and not features.options:
+                    if prompts is not None and features == BatchFeatures(sampling=True):  # as prompts are captured
                         self.prefill.enqueue_chunks(prompts, features)
 
     def capture(self, progress: CaptureProgress | None) -> Runner:
