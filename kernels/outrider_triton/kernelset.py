@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
@@ -90,6 +92,8 @@ class TritonKernels(FusedBlocks):
         tiles: TileSelection | None = None,
     ) -> None:
         self.facts, self.pdl, self.device, self.takes_over = facts, facts.pdl, device, takes_over
+        # NVIDIA's drivers load kernels during a capture since CUDA 12.3.
+        self.loads_in_capture = device is not None and facts.capability > 0 and _driver_version() >= (12, 3)
         self.mixtures = ExpertProducts(facts)
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
         self._compose(tiles or TileSelection(facts, table), PromptAttention(facts))
@@ -597,3 +601,11 @@ class TritonKernels(FusedBlocks):
 def _has_rule(mixed: Tensor, gates: Tensor, state: Tensor) -> bool:
     is_laid_out = state.is_contiguous() and mixed.stride(1) == gates.stride(1) == 1
     return has_kernel(mixed, gates, state) and is_laid_out and max(state.shape[2:]) <= _MAX_HEAD_SIZE
+
+
+def _driver_version() -> tuple[int, int]:
+    """Return the version of CUDA that NVIDIA's driver supports, such as (13, 0); (0, 0) without the driver."""
+    version = ctypes.c_int()
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000, version.value % 1000 // 10

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.cache import get_cache_manager
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import serialize_specialization_data
 
 _MAX_WORKERS = 14
@@ -36,22 +37,33 @@ class WorkerCompileMode(AsyncCompileMode):  # type: ignore[misc]  # Triton has n
 
     The worker's result is in Triton's cache on disk, from which this process loads it. If the cache has the kernel already,
     or no worker can compile it, this process compiles it as without workers; so an error is raised as without workers, too.
+    Without ``workers`` the threads of the pool compile.
+
+    The threads also load the kernels onto the device, which takes milliseconds each, and first a C compiler for a new
+    signature in Triton 3.6.
     """
 
-    def __init__(self, executor: ThreadPoolExecutor, workers: WorkerPool) -> None:
+    def __init__(self, executor: ThreadPoolExecutor, workers: WorkerPool | None) -> None:
         super().__init__(executor)
         self._workers = workers
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-        """Submit a compilation, which the pool gives to a worker first."""
+        """Submit a compilation, which the pool gives to a worker first, and the loading of the kernel."""
+        device = driver.active.get_current_device()  # of this thread
 
-        def compile_by_worker() -> Any:
-            request = _request(key, compile_fn)
-            if request is not None:
+        def compile_and_load() -> Any:
+            request = None if self._workers is None else _request(key, compile_fn)
+            if self._workers is not None and request is not None:
                 self._workers.compile_kernel(request)
-            return compile_fn()
+            kernel = compile_fn()
+            driver.active.set_current_device(device)
+            with suppress(OutOfResources):  # only a call that uses the kernel must fail
+                _ = kernel.run  # Triton loads a kernel at the first access
+            return kernel
 
-        return super().submit(key, compile_by_worker, finalize_fn)
+        future = super().submit(key, compile_and_load, finalize_fn)
+        finalize_fn(future)  # Triton 3.6 would ask for the kernel again in each launch of the scope
+        return future
 
 
 class WorkerPool:
@@ -101,8 +113,9 @@ class WorkerPool:
 
 
 @contextmanager
-def compiling(processors: int | None = None) -> Generator[AsyncCompileMode]:
+def compiling(processors: int | None = None) -> Generator[None]:
     """Compile the kernels that are launched in the scope by workers, several at a time; a launch waits for its own kernel.
+    All kernels are on the current device when the scope exits.
 
     ``processors`` is the number of processors of this process. With few of them, threads of this process compile.
     """
@@ -110,10 +123,11 @@ def compiling(processors: int | None = None) -> Generator[AsyncCompileMode]:
     threads = min(count, _MAX_WORKERS)
     workers = WorkerPool()
     try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="outrider-compile") as pool:
-            mode = AsyncCompileMode(pool) if count < _MIN_PROCESSORS else WorkerCompileMode(pool, workers)
-            with mode:
-                yield mode
+        with (
+            ThreadPoolExecutor(threads, thread_name_prefix="outrider-compile") as pool,
+            WorkerCompileMode(pool, None if count < _MIN_PROCESSORS else workers),
+        ):
+            yield
     finally:
         workers.close()
 

@@ -7,10 +7,12 @@ from tests.engine.conftest import Tiny, replayed_prefill
 
 from outrider import Engine, SamplingParams
 from outrider.device import MemoryInfo
+from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.engine import prefill
 from outrider.engine.config import EngineConfig
 from outrider.engine.prefill import Prefill, token_buckets
 from outrider.engine.requests.batch import Batch, PrefillChunk
+from outrider.engine.stages import Iteration
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models
@@ -148,10 +150,14 @@ def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
     assert bucket(*chunks) is None
 
 
-def test_a_shape_is_rehearsed_once(monkeypatch):
-    """On a device that runs a callable before it captures it: each size, and chunks without context."""
+@pytest.mark.parametrize("loads_in_capture", [False, True])
+def test_a_shape_is_rehearsed_once(loads_in_capture, monkeypatch):
+    """On a device that runs a callable before it captures it: each size, and chunks without context. Where a capture loads
+    kernels, only the first size; of iterations each kind of requests.
+    """
     backend, found = get_backend("sim"), {"rehearsed": [], "captured": []}
-    capture, enqueue = backend._capture, Prefill.enqueue_chunks
+    iterations = {"rehearsed": [], "captured": []}
+    capture, enqueue, iterate = backend._capture, Prefill.enqueue_chunks, Iteration.run
 
     def rehearsed(name, fn, context, stream, pool):
         with backend.on(stream), backend.rehearsing(context, stream):
@@ -164,13 +170,24 @@ def test_a_shape_is_rehearsed_once(monkeypatch):
             found[which].append((inputs.tokens.shape[0], inputs.host_context is None))
         enqueue(self, inputs, features, *rest)
 
+    def noted_iteration(self, batch, frame):
+        which = "rehearsed" if backend.active_capture.rehearsal else "captured"
+        iterations[which].append((batch.bucket, batch.features))
+        iterate(self, batch, frame)
+
     monkeypatch.setattr(backend, "_capture", rehearsed)
     monkeypatch.setattr(Prefill, "enqueue_chunks", noted)
+    monkeypatch.setattr(Iteration, "run", noted_iteration)
     monkeypatch.setattr(prefill, "LEAST_WITHOUT_CONTEXT", 64)
+    monkeypatch.setattr(ModelKernels, "loads_in_capture", loads_in_capture)
     with replayed_prefill(80):
         Tiny(backend).engine(mode="fused", **SIZES | {"prefill_chunk": 80})
     assert found["captured"] == [(80, True), (80, False), (64, True), (64, False), (16, True)]
-    assert found["rehearsed"] == [(80, True), (80, False), (64, True), (16, True)]
+    later = [] if loads_in_capture else [(64, True), (16, True)]
+    assert found["rehearsed"] == [(80, True), (80, False), *later]
+    of_largest = [(size, features) for size, features in iterations["captured"] if size == SIZES["max_requests"]]
+    assert iterations["rehearsed"] == (of_largest if loads_in_capture else iterations["captured"])
+    assert len(of_largest) == 3 < len(iterations["captured"])
 
 
 @pytest.mark.parametrize("limited", [False, True])

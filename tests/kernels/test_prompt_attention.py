@@ -14,6 +14,7 @@ from outrider.device import AttentionMetadata, KernelSet
 from outrider.engine.requests.scheduler import MAX_PREFILL_SEQUENCES
 from outrider_triton.attention import operators
 from outrider_triton.attention import prefill as prefill_attention
+from outrider_triton.launch import compile_only
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.choices import PromptStore, libraries
 
@@ -128,7 +129,7 @@ def test_chunks_of_a_graph_are_copied_if_they_have_no_context(monkeypatch, devic
             out[start:end] = attention_of_a_library(q[start:end], keys[own], values[own], bounds["softmax_scale"])[0]
         return out, None
 
-    monkeypatch.setattr(prefill_attention, "find_spec", lambda name: name == "fa3_fwd" or None)
+    monkeypatch.setattr(prefill_attention, "_has_flash3", lambda: True)
     monkeypatch.setattr(prefill_attention, "_flash3", lambda: flash3)
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
     placed = {name: getattr(metadata, name).to(device) for name in ("query_start", "seq_lens", "block_table")}
@@ -219,6 +220,16 @@ def test_what_a_library_says_of_its_sums_is_checked(monkeypatch, base, device):
 
 def test_kernels_are_compiled_for_as_many_prompts_as_share_an_iteration():
     assert operators.SEQUENCE_BOUNDS[-1] == MAX_PREFILL_SEQUENCES
+
+
+def test_kernels_are_compiled_ahead_for_one_of_alike_layers(monkeypatch):
+    attention, compiled = prefill_attention.PromptAttention(device_of()), []
+    monkeypatch.setattr(attention, "_call_own_candidates", compiled.append)
+    layers = [operands(), operands(new=(200,)), operands(size=32), operands()]
+    with compile_only():
+        for layer in layers:
+            attention.measure(layer)
+    assert compiled == [layers[0], layers[2]]
 
 
 def test_prompts_are_many_causal_tokens_in_16_bits(kernels, device):

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, DecoderShape, KernelSet
-from outrider_triton import kernelset
+from outrider_triton import kernelset, workers
 from outrider_triton.attention import cached
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, launch, vocabulary_shares
@@ -242,8 +244,11 @@ def test_what_is_only_compiled_is_not_launched():
     assert calls[0][3] == {"launch_pdl": True, "PDL": True, "num_warps": 4}
 
 
-def test_variants_are_compiled_by_threads_and_are_on_the_device_behind_the_scope():
-    loaded, finished, both = [], [], threading.Barrier(2, timeout=30)
+def test_variants_are_compiled_and_loaded_by_threads(monkeypatch):
+    """Each thread loads onto the device of the thread that launches, and the scope waits for all of them."""
+    loaded, finished, both, current = [], [], threading.Barrier(2, timeout=30), threading.local()
+    active = SimpleNamespace(get_current_device=lambda: 3, set_current_device=partial(setattr, current, "device"))
+    monkeypatch.setattr(workers, "driver", SimpleNamespace(active=active))
 
     class Made:
         def __init__(self, name):
@@ -253,7 +258,8 @@ def test_variants_are_compiled_by_threads_and_are_on_the_device_behind_the_scope
         def run(self):
             if self.name == "too large":
                 raise OutOfResources(2, 1, "shared memory")
-            loaded.append(self.name)
+            both.wait()  # it takes two threads here, too
+            loaded.append((self.name, current.device))
 
     def compiling(name):
         both.wait()  # it takes two threads to get here
@@ -263,14 +269,14 @@ def test_variants_are_compiled_by_threads_and_are_on_the_device_behind_the_scope
     with scope.entered(), scope.entered():
         mode = active_mode.get()
         for name in ("one", "two") if os.cpu_count() > 1 else ():
-            mode.submit(name, lambda name=name: compiling(name), lambda made: finished.append(made.name))
-        mode.submit("too large", lambda: Made("too large"), lambda made: finished.append(made.name))
-        assert loaded == []
+            mode.submit(name, lambda name=name: compiling(name), finished.append)
+        first = mode.submit("too large", lambda: Made("too large"), finished.append)
+        assert finished[-1] is first  # the next launch finds it
     assert active_mode.get() is None
     assert scope.depth == 0
     if os.cpu_count() > 1:
-        assert set(loaded) == {"one", "two"}
-    assert "too large" in finished
+        assert set(loaded) == {("one", 3), ("two", 3)}
+    assert {each.name for each in finished if isinstance(each, Made)} >= {"too large"}
 
 
 def test_ways_to_attend_are_listed_once_for_alike_sizes():

@@ -45,6 +45,7 @@ def test_workers_compile_and_this_process_loads(broken, tmp_path):
     assert found["compiled"] == [["silu_mul", not broken]] * 2 + [["silu_mul", True]] * 2
     assert found["workers"] == [2, 2]
     assert found["running"] == 0
+    assert found["loaded"] == ["silu_mul"] * 4
 
 
 def test_operators_return_zeros_and_run_nothing(device, pdl):

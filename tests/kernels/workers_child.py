@@ -1,7 +1,7 @@
 """Compile two kernels in worker processes for a device that isn't here: ``workers_child.py [broken]``.
 
 Prints one JSON line: for each compilation in this process its kernel and True if the cache had it, the workers that were
-started in each of two rounds, and those that still run. ``broken``: workers end at once.
+started in each of two rounds, those that still run, and the kernels that threads loaded. ``broken``: workers end at once.
 """
 
 import json
@@ -19,7 +19,14 @@ from outrider_triton.launch import compile_only, launch
 
 
 class Driver:
-    """The part of a driver that a compilation asks."""
+    """The part of a driver that a compilation asks, and a device that notes the kernels it gets."""
+
+    loaded: list = []  # noqa: RUF012
+
+    def __init__(self):
+        self.utils, self.launcher_cls = self, lambda source, metadata: metadata
+        self.set_current_device = self.get_device_properties = lambda device: {"max_shared_mem": 227 << 10}
+        self.load_binary = lambda name, *others: self.loaded.append(name) or (1, 2, 32, 0, 1024)
 
     def get_current_device(self):
         return 0
@@ -59,7 +66,7 @@ def main():
                 launch(rows.silu_mul, (4, 1), *operands, pdl=True, PLANES=False, BLOCK=64)
         counts.append(len(Noted.started))
     running = sum(each.poll() is None for each in Noted.started)
-    print(json.dumps({"compiled": compiled, "workers": counts, "running": running}))
+    print(json.dumps({"compiled": compiled, "workers": counts, "running": running, "loaded": Driver.loaded}))
 
 
 if __name__ == "__main__":

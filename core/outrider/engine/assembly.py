@@ -21,6 +21,7 @@ from outrider.engine.prefill import Prefill, build_prefill_graphs, stage_prompt_
 from outrider.engine.ranked import DeciderGuidedDecoding, FollowerGuidedDecoding, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
+from outrider.engine.requests.batch import BatchFeatures
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
@@ -91,7 +92,7 @@ class Assembly:
                 for features in captured_features(parts):
                     batch = DecodeBatch(1, 1, drafted, features, parts.capacity, captured=True)
                     self._iteration.run(batch, build_frame(parts.buffers, batch))
-                    if prompts is not None and not features.options:
+                    if prompts is not None and features == BatchFeatures(sampling=True):  # as prompts are captured
                         self.prefill.enqueue_chunks(prompts, features)
 
     def capture(self, progress: CaptureProgress | None) -> Runner:
@@ -207,8 +208,8 @@ class WarmUp:
 
 
 def serve_internal_requests(loop: Loop, parts: EngineParts, compile_ahead: Callable[[], None]) -> WarmUp:
-    """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend
-    with each draft length. ``loop`` is created for this and dropped afterwards.
+    """Serve internal requests that use every feature: a prompt, of two chunks for the first request, then iterations that
+    draft, verify and extend with each draft length. ``loop`` is created for this and dropped afterwards.
     ``compile_ahead`` starts the compilation of kernels.
     """
     backend, model, proposer, config = parts.backend, parts.model, parts.proposer, parts.config
@@ -233,13 +234,15 @@ def serve_internal_requests(loop: Loop, parts: EngineParts, compile_ahead: Calla
         logprobs=min(MAX_LOGPROBS, model.config.vocab_size),
     )
     rope_key = model.config.rope.sharing_key(length)
-    rounds = _CHUNKS + max(_ITERATIONS, len(parts.lengths) + 1)
+    rounds = max(_ITERATIONS, len(parts.lengths) + 1)
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
-        request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
+        chunks = _CHUNKS if params is greedy else 1  # only the last row of a prompt depends on the features
+        tokens = (word,) * (length if chunks > 1 else 1)
+        request = Request(number, tokens, params.sample(0), frozenset(), rope_key=rope_key)
         if params is everything:
             request.guidance = Guidance(UnrestrictedMatcher(), vocabulary=model.config.vocab_size)
         loop.add(request)
-        for _ in range(rounds):
+        for _ in range(chunks + rounds):
             if not request.finished:
                 loop.iterate()
         loop.drop_requests([request])

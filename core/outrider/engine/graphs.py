@@ -36,6 +36,19 @@ def measure_captures(backend: Backend) -> Callable[[], tuple[int | None, float]]
     return measured
 
 
+def can_load_in_capture(parts: EngineParts) -> bool:
+    """Return True if calls with new sizes can be captured without having run before (``KernelSet.loads_in_capture``).
+    Collectives of several ranks can't.
+    """
+    return parts.model.kernels.loads_in_capture and parts.model.ranks.is_single
+
+
+def is_rehearsal(backend: Backend) -> bool:
+    """Return True during the run that precedes a capture."""
+    capture = backend.active_capture
+    return capture is not None and capture.rehearsal
+
+
 MIN_REQUESTS_SHORTER_DRAFT = 64
 """Minimum number of requests at which a shorter draft can be faster."""
 
@@ -170,6 +183,7 @@ class GraphRunner(Runner):
         self._capacity = parts.capacity
         self._most_drafted = max(parts.lengths)
         self._sizes, self._widths = _captured_sizes(parts), parts.widths
+        self._loads_in_capture = can_load_in_capture(parts)
         self.buckets = self._sizes[self._most_drafted, None, BatchFeatures()]
         pools = {stage.name: parts.backend.create_graph_pool(stage.name) for stage in which}
         measured = measure_captures(parts.backend)
@@ -281,7 +295,12 @@ class GraphRunner(Runner):
         params = stage.host_params(batch.drafted) if exact else {}
         least = stage.least_lengths(batch.drafted)
 
+        loads = self._loads_in_capture
+        known = loads and any(name == stage.name and kind[2] == features for name, _, kind in self._captured)
+
         def run(context: CaptureContext) -> None:
+            if known and is_rehearsal(backend):
+                return
             # The stage reads its static buffers; only the host parameters come from the capture context.
             seq_lens = replace(nothing, captured=context.params) if exact else None
             stage.run(replace(batch, seq_lens_host=seq_lens), frame)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import CaptureContext, DeviceError, Graph, StepMode
-from outrider.engine.graphs import CaptureReport, measure_captures
+from outrider.engine.graphs import CaptureReport, can_load_in_capture, is_rehearsal, measure_captures
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
@@ -248,6 +248,7 @@ class PrefillGraphs:
         self._input_upload = InputUpload(parts)
         self._staging = staging = parts.staging
         self._capacity = parts.capacity
+        self._loads_in_capture = can_load_in_capture(parts)
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
         self.buckets = token_buckets(tokens)
         self._graphs: dict[PrefillBucket, Graph] = {}
@@ -283,13 +284,12 @@ class PrefillGraphs:
             segments = self._input_upload.stage_padding(bucket)  # warm-up and capture read the current contents
 
         # Products have the shapes of the other graph of this size; the kernels of attention don't depend on the size.
-        known = any(each.tokens == bucket.tokens for each in self._graphs)
+        known = self._loads_in_capture or any(each.tokens == bucket.tokens for each in self._graphs)
         known = known and any(each.has_context == bucket.has_context for each in self._graphs)
 
         def run(context: CaptureContext) -> None:
             del context
-            capture = self._backend.active_capture
-            if known and capture is not None and capture.rehearsal:
+            if known and is_rehearsal(self._backend):
                 return
             inputs = prefill_inputs((), self._staging, segments, most=self._capacity, has_context=bucket.has_context)
             self._prefill.enqueue_chunks(inputs, BatchFeatures(sampling=True))

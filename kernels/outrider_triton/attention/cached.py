@@ -53,7 +53,7 @@ class CacheAttention:
         heads = _heads(q, k_cache)
         groups = unsplit_programs(heads, derived.block_rows, batch, max_query)
         tuned = self._tiles.attention(groups, heads.size, heads.group)
-        return self.attention_launch(q, k_cache, batch, max_query, max_kv, tuned)
+        return derived if tuned is None else self.attention_launch(q, k_cache, batch, max_query, max_kv, tuned)
 
     def attention_launch(
         self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None

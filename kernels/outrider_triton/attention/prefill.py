@@ -121,6 +121,7 @@ class PromptAttention:
     def __init__(self, facts: DeviceFacts) -> None:
         self._facts = facts
         self._ranked: dict[tuple[object, ...], Mapping[int, tuple[str, ...]]] = {}
+        self._compiled: set[tuple[object, ...]] = set()
         self._reports: dict[str, str] = {}
         self._store: PromptStore | None = None
         self._merged: set[tuple[object, ...]] = set()  # keys for which cuDNN's results with context were right
@@ -168,11 +169,13 @@ class PromptAttention:
         the device, so this must not run inside a capture. Where launches only compile, compile this package's candidates
         instead.
         """
+        key = _key(prompts)
         if only_compiles():
-            self._call_own_candidates(prompts)
+            if key not in self._compiled:  # of one layer
+                self._compiled.add(key)
+                self._call_own_candidates(prompts)
             return
         module = torch.get_device_module(prompts.q.device)
-        key = _key(prompts)
         if key in self._ranked or not hasattr(module, "Event") or prompts.metadata.host_query_start is None:
             return
         self._call_own_candidates(prompts)
@@ -284,7 +287,7 @@ class PromptAttention:
         if generation >= 8 and prompts.window == 0 and size % 8 == 0:
             # FlashAttention 3 has no kernels for later devices, and terminates the process there.
             flash3_supported = generation in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
-            if flash3_supported and find_spec("fa3_fwd") is not None:
+            if flash3_supported and _has_flash3():
                 found["fa3-fwd"] = self._by_flash3
             if not in_graph:
                 found["torch's FlashAttention 2"] = self._by_flash2
@@ -425,6 +428,11 @@ def _zero_padding(out: Tensor, metadata: AttentionMetadata) -> Tensor:
     if starts is not None and starts[-1] < out.shape[0]:
         out[starts[-1] :] = 0
     return out
+
+
+@cache
+def _has_flash3() -> bool:
+    return find_spec("fa3_fwd") is not None
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,10 +118,13 @@ def descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:
     """Return the copy engine's descriptor of ``rows`` in boxes of ``count`` rows and ``columns``, in the matrix unit's
     layout.
     """
-    layout = gl.NVMMASharedLayout.get_default_for([count, columns], _LAYOUTS[rows.dtype])
-    return TensorDescriptor.from_tensor(
-        rows, [count, columns], getattr(layout, "value", layout)
-    )  # a constexpr in some releases
+    return TensorDescriptor.from_tensor(rows, [count, columns], _layout(count, columns, rows.dtype))
+
+
+@cache
+def _layout(count: int, columns: int, dtype: torch.dtype) -> Any:
+    layout = gl.NVMMASharedLayout.get_default_for([count, columns], _LAYOUTS[dtype])
+    return getattr(layout, "value", layout)  # a constexpr in some releases
 
 
 def token_descriptor(x: Tensor, count: int, columns: int) -> TensorDescriptor:

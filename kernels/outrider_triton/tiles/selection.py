@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Self, TypeVar
-
-from triton.runtime.errors import OutOfResources
 
 from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
 from outrider_triton.tiles.configs import BUCKETS, AttentionConfig, MatmulConfig
@@ -65,28 +63,13 @@ class VariantScope:
         """
         self.depth += 1
         try:
-            with nullcontext() if self.depth > 1 else _compiling():
+            with nullcontext() if self.depth > 1 else compiling():
                 yield
         finally:
             self.depth -= 1
             if not self.depth:
                 self._compiled_keys.clear()
                 self._configs.clear()
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Compile launched kernels concurrently, and load all of them onto the device at the end."""
-    with compiling() as mode:
-        yield
-    for future in mode.future_kernels.values():
-        with ignore_unfitting():
-            _ = future.result().run  # Triton loads a kernel onto the device at the first access
-
-
-def ignore_unfitting() -> AbstractContextManager[None]:
-    """Ignore variants that need more resources than the device has: only a call that uses one must fail."""
-    return suppress(OutOfResources)
 
 
 def attention_configs(
@@ -189,7 +172,7 @@ class TileSelection:
         """Yield each of :meth:`token_counts` inside the scope of variants, once for ``key`` and this layer. The caller
         computes so many rows, which only compiles the kernels.
         """
-        return self.scope.each((*key, self.layer), self.token_counts())
+        return self.scope.each((*key, self.layer), self.token_counts()) if self.scope.depth else iter(())
 
     def attention(self, groups: int, head_size: int, group: int) -> AttentionConfig | None:
         """Return the stored configuration of attention with ``groups`` programs without splits, or None."""

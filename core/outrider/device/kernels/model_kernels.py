@@ -28,6 +28,11 @@ class ModelKernels(BookkeepingKernels):
     plans a batch (fence *lengths on host*), and plans each replay of a graph anew. Fused mode, in which no length leaves the
     device, is rejected."""
 
+    loads_in_capture = False
+    """True if calls with new sizes can be captured without having run before: a capture loads what it needs onto the device,
+    and no call creates memory for later calls. The engine then runs a stage before its first capture alone, and not before
+    the capture of each batch size."""
+
     # -- matrix products -----------------------------------------------------------------------------------------------
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

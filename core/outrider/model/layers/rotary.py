@@ -57,9 +57,9 @@ def _table_rotary(
     table = torch.empty(rows, 4 * frequencies.shape[0], dtype=dtype)
     for begin in range(0, rows, _ROWS_PER_CHUNK):
         positions = torch.arange(begin, min(begin + _ROWS_PER_CHUNK, rows), dtype=torch.float32)
+        cos, sin = _half_cos_sin(positions.unsqueeze(1) * frequencies, rope.amplitude, dtype)
         # Cosines and sines are side by side, so that one gather reads both.
-        cos_sin = _cos_sin(positions.unsqueeze(1) * frequencies, rope.amplitude, dtype)
-        torch.cat(cos_sin, dim=1, out=table[begin : begin + _ROWS_PER_CHUNK])
+        torch.cat((cos, cos, sin, sin), dim=1, out=table[begin : begin + _ROWS_PER_CHUNK])
     on_device = table.to(device)
 
     def gather(positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -122,5 +122,9 @@ def _sequence_lens(positions: Tensor, prompt_lens: Tensor | None) -> Tensor:
 
 def _cos_sin(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [T, D] of float32 ``angles`` [T, D/2]. Both halves of a head rotate by the same angles."""
-    angles = torch.cat((angles, angles), dim=-1)
+    return _half_cos_sin(torch.cat((angles, angles), dim=-1), amplitude, dtype)
+
+
+def _half_cos_sin(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the cosine and the sine of each angle."""
     return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
