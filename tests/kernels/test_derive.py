@@ -226,7 +226,7 @@ def test_the_table_and_the_rule_choose_the_same_kind():
 
 
 def test_gates_of_prefill_are_fused_where_the_last_tiles_matter_little():
-    """An H200 takes 1,448 us for Llama-3.1-8B's and 4,096 tokens, and 1,514 us with cuBLAS and the activation's kernel."""
+    """An H200 takes 1,433 us for Llama-3.1-8B's and 4,096 tokens, and 1,504 us with cuBLAS and the activation's kernel."""
     for device, facts in DEVICES.items():
         tiles = TileSelection(facts)
         for n, k in ((28672, 4096), (65536, 5120), (16384, 2048), (7168, 4096), (1792, 4096)):
@@ -239,7 +239,7 @@ def test_gates_of_prefill_are_fused_where_the_last_tiles_matter_little():
                 assert shared_bytes(facts, "linear_silu_mul", config) <= facts.shared_bytes
         assert tiles.product("linear", "bfloat16", m=4096, n=28672, k=4096) is None
     llama = TileSelection(DEVICES["H200"]).product("linear_silu_mul", "bfloat16", m=4096, n=28672, k=4096)
-    assert llama == MatmulConfig(128, 128, 64, 1, 8, 4, 16, PREFILL_GATES, 132)
+    assert llama == MatmulConfig(128, 128, 64, 1, 8, 4, 12, PREFILL_GATES, 132)
     for m, n, k in ((512, 28672, 4096), (4096, 28672, 4100), (4096, 28680, 4096), (4096, 28672, 128)):
         assert TileSelection(DEVICES["H200"]).product("linear_silu_mul", "bfloat16", m=m, n=n, k=k) is None
 

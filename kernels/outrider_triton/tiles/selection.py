@@ -177,9 +177,10 @@ class TileSelection:
         self, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: OperandStorage = UNQUANTIZED
     ) -> MatmulConfig | None:
         """Return the derived configuration, or None for the library's product."""
-        if not 0 < m <= MAX_TOKENS_TUNED:
-            return choose_config(self.facts, operator, m=m, n=n, k=k, stored=stored)
-        m = tile_tokens(m, n, k, operator, stored)
+        if m < 1:
+            return None
+        if m <= MAX_TOKENS_TUNED:
+            m = tile_tokens(m, n, k, operator, stored)
         key = operator, stored, n, k, config_tokens(m, stored), half
         if key not in self._derived:
             self._derived[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
