@@ -31,7 +31,7 @@ from outrider_triton.experts.jit import products as experts
 from outrider_triton.jit import bookkeeping, peers, recurrent_chunks, recurrent_steps_shared, rows
 from outrider_triton.jit import recurrent_steps as recurrent
 from outrider_triton.jit import selection as token_choice
-from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
+from outrider_triton.products.jit import fused, large_m_gates, matmul, prefill_gates, streamed
 from outrider_triton.quantized.jit import activations, nibble_planes, nibble_planes_streamed, scaled_blocks
 from outrider_triton.quantized.jit import products as quantized
 
@@ -456,6 +456,8 @@ def streamed_kernels():
     for kernel, types, constants in STREAMED_E4M3:
         ends = {"x": descriptor(8, 128, "fp8e4nv"), "w": descriptor(16, 128, "fp8e4nv")}
         yield (kernel, {**types, **ends}, constants), partial(check_order_of_both, late=True), True, {}
+    types = {"x": descriptor(64, 64), "w": descriptor(128, 64), "out": descriptor(64, 128)}
+    yield (prefill_gates.prefill_silu_mul, types, {"STAGES": 4, "GROUP_M": 16}), check_two, True, {"maxnreg": 168}
     for tokens, stages in ((64, 4), (128, 3)):  # products in shares of units
         types = {**BY_ROW, "scales": HALF, "x": descriptor(tokens, 128, "fp8e4nv"), "w": descriptor(128, 128, "fp8e4nv")}
         types["out"] = descriptor(64, tokens)

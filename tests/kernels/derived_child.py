@@ -31,13 +31,13 @@ from outrider_triton.attention.jit import paged as attention
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
 from outrider_triton.jit.tma_pipeline import PIECE_COLUMNS
 from outrider_triton.launch import power_of_two
-from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
+from outrider_triton.products.jit import fused, large_m_gates, matmul, prefill_gates, streamed
 from outrider_triton.products.streamed import registers
 from outrider_triton.quantized.jit import nibble_planes, nibble_planes_streamed
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.nibble_planes import computes_swiglu
 from outrider_triton.quantized.plan import TRITON_FORMATS, plan
-from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, PREFILL_GATES, STREAMED
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     attention_bytes,
@@ -70,6 +70,9 @@ def chosen(facts, shapes):
             if config is not None:
                 even = k % (config.split * config.block_k) == 0
                 found.setdefault((operator, config, even), (k, half))
+        prefill = choose_config(facts, "linear_silu_mul", m=4096, n=2 * shape.inner, k=shape.hidden)
+        if prefill is not None:
+            found["linear_silu_mul", prefill, True] = shape.hidden, half
         group, kv_heads = shape.heads // shape.kv_heads, shape.kv_heads
         for (batch, width), cached, item in itertools.product(((1, 1), (1, 4), (8, 8), (64, 4)), (512, 16384), (2, 4)):
             for page in (0, 16):
@@ -82,6 +85,11 @@ def chosen(facts, shapes):
 
 def product(facts, operator, config, even, k, half, target):
     pdl = facts.pdl
+    if config.descriptor == PREFILL_GATES:
+        tokens, columns, pairs = config.block_m // 2, config.block_k, config.block_n
+        ends = {"x": descriptor(tokens, columns), "w": descriptor(pairs, columns), "out": descriptor(tokens, pairs)}
+        own = {"STAGES": config.stages, "GROUP_M": config.prefetch_columns, "PDL": pdl}
+        return compiled(GluonASTSource, prefill_gates.prefill_silu_mul, ends, own, target, maxnreg=168)
     if config.descriptor == LARGE_M:
         ends = {"x": descriptor(config.block_m, config.block_k), "w": descriptor(config.block_n, config.block_k)}
         own = {"STEPS": k // config.block_k, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
@@ -256,7 +264,7 @@ def few(facts, found):
             ring = " ring" if key[1][5] else ""
             kind, size = f"attention {key[2]}{ring}", bytes_of_attention(facts, beside, key[1])
         else:
-            kind = {STREAMED: "ring", LARGE_M: "tall"}.get(key[1].descriptor, "product")
+            kind = {STREAMED: "ring", LARGE_M: "tall", PREFILL_GATES: "prefill"}.get(key[1].descriptor, "product")
             size = shared_bytes(facts, key[0], key[1])
         if kind != "attention 4" and (kind not in kinds or size > kinds[kind][0]):
             kinds[kind] = size, key
@@ -303,7 +311,7 @@ def compile_part(architecture, which, part, shapes):
             wrong += 1
             print(json.dumps({**said, "failed": f"{type(error).__name__}: {error}"[:500]}), flush=True)
             continue
-        slow = key[0] != "attention" and key[1].descriptor in (STREAMED, LARGE_M) and one_by_one(made)
+        slow = key[0] != "attention" and key[1].descriptor in (STREAMED, LARGE_M, PREFILL_GATES) and one_by_one(made)
         wrong += slow or not made.metadata.shared <= expected <= facts.shared_bytes
         said |= {"one by one": True} if slow else {}
         print(json.dumps({**said, "taken": made.metadata.shared, "expected": expected}), flush=True)

@@ -20,7 +20,7 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products import streamed
 from outrider_triton.products.dense import _boxes_fit_heads
 from outrider_triton.products.operands import Product
-from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import LARGE_M, PREFILL_GATES, STREAMED, MatmulConfig
 from outrider_triton.tiles.measure.chain import Chain
 from outrider_triton.tiles.store.table import load
 
@@ -125,6 +125,21 @@ def test_gates_of_many_tokens(m, inner, config, hopper, ops):
     for each in (None, bias):
         wanted = REFERENCE.linear_silu_mul(x.double(), weight.double(), None if each is None else each.double())
         close(ops.linear_silu_mul.triton(x, weight, each, config, True), wanted.cpu(), HALF)
+
+
+# Programs with none, one and several tiles, groups of blocks that aren't full, and the first of them alone.
+@pytest.mark.parametrize(("stages", "group", "programs"), [(4, 16, 132), (3, 2, 7), (2, 1, 1)])
+@pytest.mark.parametrize(("m", "inner", "k"), [(129, 1000, 1000), (1024, 1792, 256), (300, 64, 192), (2000, 3584, 1024)])
+def test_gates_of_prefill(m, inner, k, stages, group, programs, hopper, ops):
+    x, weight, bias = product(hopper, m, 2 * inner, k)
+    config = [128, 128, 64, 1, 8, stages, group, PREFILL_GATES, programs]
+    wanted = REFERENCE.linear_silu_mul(x.double(), weight.double())
+    close(ops.linear_silu_mul.triton(x, weight, None, config, True), wanted.cpu(), HALF)
+    with pytest.raises(RuntimeError, match="without a bias"):
+        ops.linear_silu_mul.triton(x, weight, bias, config, True)
+    for field, wrong in ((0, 256), (1, 64), (4, 4), (5, 1)):
+        with pytest.raises(RuntimeError, match="can't be tiled"):
+            ops.linear_silu_mul.triton(x, weight, None, [*config[:field], wrong, *config[field + 1 :]], True)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -109,7 +109,7 @@ def test_every_product_is_known_beforehand():
         made = {own.dense.matmul_config(operator, x[:m], weight) for m in range(1, 129)} - {None}
         assert made == known_configs(own, operator, 32, 64) > tuned
     for operator, table in itertools.product(OPERATORS, (None, TABLE)):
-        made = {choose_config(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
+        made = {choose_config(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129, 9000)}
         assert made - {None} == known_configs(TritonKernels(FACTS, table=table), operator, 4096, 1024, 64)
 
 

@@ -13,7 +13,7 @@ from outrider_triton.launch import has_kernel
 from outrider_triton.products import operators as _product_operators  # noqa: F401  (registers the operators)
 from outrider_triton.products.operands import Product, rotary_like, rows_like
 from outrider_triton.rows import rotates
-from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import PREFILL_GATES, STREAMED, MatmulConfig
 from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
@@ -52,7 +52,7 @@ class DenseProducts:
         for count in self.samples("linear_silu_mul", x, weight, bias is None):
             self.linear_silu_mul(rows_like(x, count), weight, bias)
         config = self.matmul_config("linear_silu_mul", x, weight)
-        if config is None:
+        if config is None or (bias is not None and config.descriptor == PREFILL_GATES):
             return self._kernels.silu_mul(self._kernels.linear(x, weight, bias))
         return _TRITON.linear_silu_mul.triton(x, weight, bias, config.as_list(), self._pdl)  # type: ignore[no-any-return]
 

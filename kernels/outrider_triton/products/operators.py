@@ -14,7 +14,7 @@ from outrider_triton.products import streamed
 from outrider_triton.products.jit import fused, matmul
 from outrider_triton.products.jit import streamed as jit_streamed
 from outrider_triton.rows import expect_laid_out
-from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import LARGE_M, PREFILL_GATES, STREAMED, MatmulConfig
 
 
 def _flat_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -107,6 +107,10 @@ def _linear_silu_mul(
         return out
     if tiling.descriptor == LARGE_M and squares is None:
         streamed.silu_mul_large_m(flat, weight, bias, out, tiling, pdl)
+        return out
+    if tiling.descriptor == PREFILL_GATES and squares is None:
+        expect(bias is None, lambda: "gates of prefill are tiled without a bias: use another configuration")
+        streamed.silu_mul_prefill(flat, weight, out, tiling, pdl)
         return out
     _expect_blocks(config)
     rows_per_program = tiling.rows_per_program or tiling.block_n

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from outrider.device.kernels.operators import expect
 from outrider_triton.jit.tma_pipeline import PAIRS, PIECE_COLUMNS
 from outrider_triton.launch import launch, power_of_two
-from outrider_triton.products.jit import large_m_gates, streamed
+from outrider_triton.products.jit import large_m_gates, prefill_gates, streamed
 from outrider_triton.tiles.configs import MatmulConfig
 from outrider_triton.tiles.derive.fits import MAX_FOLDED_TOKENS, can_stream, has_whole_boxes
 
@@ -109,6 +109,33 @@ def silu_mul_large_m(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
         TOKEN_STAGES=config.prefetch_columns,
         # so few that the preceding norm fits on the multiprocessor; the multiplying warps are allocated more
         maxnreg=112 if groups == 1 else 128,
+        pdl=pdl,
+        warps=4,
+    )
+
+
+def silu_mul_prefill(x: Tensor, weight: Tensor, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
+    """Compute :func:`silu_mul` of many normalised rows without a bias (:mod:`outrider_triton.products.jit.prefill_gates`)."""
+    (m, k), n, columns = x.shape, weight.shape[0] // 2, config.block_k
+    tokens, pairs = prefill_gates.TOKENS.value, prefill_gates.PAIRS.value
+    tiles, steps = (-(-m // (2 * tokens)), -(-n // pairs)), -(-k // columns)
+    expect(
+        (config.block_m, config.block_n, config.warps) == (2 * tokens, pairs, 8)
+        and config.stages > prefill_gates.LEAD.value < steps
+        and k % 8 == n % 8 == 0,
+        lambda: (
+            f"gates of {tuple(weight.shape)} can't be tiled as {config}: expected tiles of {2 * tokens} tokens and {pairs} "
+            "pairs of rows, 8 warps, two stages and two blocks of columns or more, and rows and columns in multiples of 8"
+        ),
+    )
+    launch(
+        prefill_gates.prefill_silu_mul,
+        (min(config.rows_per_program, tiles[0] * tiles[1]),),
+        *(token_descriptor(x, tokens, columns), descriptor(weight, pairs, columns), descriptor(out, tokens, pairs)),
+        *(n, *tiles, steps),
+        STAGES=config.stages,
+        GROUP_M=config.prefetch_columns,
+        maxnreg=168,  # of 12 warps; the multiplying warps are allocated more
         pdl=pdl,
         warps=4,
     )

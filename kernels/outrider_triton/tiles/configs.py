@@ -13,6 +13,8 @@ LARGE_M = 3
 """Value of ``descriptor`` for gate and up products with tiles for large M."""
 SCALED_BLOCKS = 4
 """Value of ``descriptor`` for products of 33 to 128 tokens and a weight with scales of blocks, in equal shares of units."""
+PREFILL_GATES = 5
+"""Value of ``descriptor`` for gate and up products of prefill."""
 
 
 def bucket(m: int) -> int:
@@ -26,7 +28,8 @@ class MatmulConfig:
 
     A streamed product (``descriptor`` :data:`STREAMED`) uses :mod:`outrider_triton.products.jit.streamed`, with four-bit
     weights :mod:`outrider_triton.quantized.jit.nibble_planes_streamed`. Gates for large M (:data:`LARGE_M`) use
-    :mod:`outrider_triton.products.jit.large_m_gates`, and products in shares (:data:`SCALED_BLOCKS`)
+    :mod:`outrider_triton.products.jit.large_m_gates`, gates of prefill (:data:`PREFILL_GATES`)
+    :mod:`outrider_triton.products.jit.prefill_gates`, and products in shares (:data:`SCALED_BLOCKS`)
     :mod:`outrider_triton.quantized.jit.scaled_blocks`. These kernels reinterpret some fields.
     """
 
@@ -45,15 +48,16 @@ class MatmulConfig:
     prefetch_columns: int
     """Number of weight columns, a multiple of 256, prefetched before the preceding kernel has ended.
 
-    Streamed: 0; with four-bit weights, columns per tile; with large M, pipeline stages of tokens.
+    Streamed: 0; with four-bit weights, columns per tile; with large M, pipeline stages of tokens; gates of prefill: blocks
+    of tokens that programs multiply by all rows before the next blocks.
     """
     descriptor: int
-    """How the weight is loaded: 0 by pointers, 1 by the copy engine, :data:`STREAMED`, :data:`LARGE_M` or
-    :data:`SCALED_BLOCKS`.
+    """How the weight is loaded: 0 by pointers, 1 by the copy engine, :data:`STREAMED`, :data:`LARGE_M`,
+    :data:`SCALED_BLOCKS` or :data:`PREFILL_GATES`.
     """
     rows_per_program: int = 0
     """Number of weight rows per program, 0 for a whole block; streamed: pairs of rows, or folded rows without a split;
-    in shares: number of programs.
+    in shares and gates of prefill: number of programs.
     """
 
     def as_list(self) -> list[int]:

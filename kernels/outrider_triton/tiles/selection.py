@@ -14,7 +14,13 @@ from typing import Self, TypeVar
 from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
 from outrider_triton.tiles.configs import BUCKETS, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.attention import AttentionLaunch
-from outrider_triton.tiles.derive.fits import MAX_TOKENS_TUNED, UNQUANTIZED, OperandStorage, tile_tokens
+from outrider_triton.tiles.derive.fits import (
+    MAX_TOKENS_TUNED,
+    PREFILL_SAMPLE_TOKENS,
+    UNQUANTIZED,
+    OperandStorage,
+    tile_tokens,
+)
 from outrider_triton.tiles.derive.products import MIN_STREAMED_TOKENS, choose_config, config_tokens
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.table import ANY_LAYER, Table
@@ -145,7 +151,7 @@ class TileSelection:
     def product(self, operator: str, dtype: str, *, m: int, n: int, k: int, half: int = 0) -> MatmulConfig | None:
         """Return the configuration for ``m`` tokens and an unquantized weight [n, k], or None for the library's product."""
         if not 0 < m <= MAX_TOKENS_TUNED:
-            return None
+            return self.derived(operator, m=m, n=n, k=k)
         table = self.table
         entry = None if table is None else table.entry(operator, dtype, n=n, k=k, m=m, layer=self.layer)
         return self.derived(operator, m=m, n=n, k=k, half=half) if entry is None else entry.config
@@ -153,10 +159,11 @@ class TileSelection:
     def derived(
         self, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: OperandStorage = UNQUANTIZED
     ) -> MatmulConfig | None:
-        """Return the derived configuration for up to 128 tokens, or None for the library's product."""
-        if not 0 < m <= MAX_TOKENS_TUNED:
+        """Return the derived configuration, or None for the library's product."""
+        if m < 1:
             return None
-        m = tile_tokens(m, n, k, operator, stored)
+        if m <= MAX_TOKENS_TUNED:
+            m = tile_tokens(m, n, k, operator, stored)
         key = operator, stored, n, k, config_tokens(m, stored), half
         if key not in self._derived:
             self._derived[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
@@ -166,7 +173,7 @@ class TileSelection:
         """Return numbers of tokens that together need every configuration, and every kernel, of any product."""
         measured = () if self.table is None else self.table.entries.values()
         counts = {entry.m for layers in measured for entries in layers.values() for entry in entries}
-        return sorted({1, MIN_STREAMED_TOKENS, *BUCKETS, MAX_TOKENS_TUNED + 1} | counts)
+        return sorted({1, MIN_STREAMED_TOKENS, *BUCKETS, MAX_TOKENS_TUNED + 1, PREFILL_SAMPLE_TOKENS} | counts)
 
     def samples(self, *key: object) -> Iterator[int]:
         """Yield each of :meth:`token_counts` inside the scope of variants, once for ``key`` and this layer. The caller

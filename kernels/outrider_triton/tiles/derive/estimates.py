@@ -65,6 +65,9 @@ _REREAD_S_PER_TOKEN = 1.2e-7  # seconds per token above 32: streamed gates read 
 _LARGE_M_FACTOR = 1.05  # measured factor on a tile's bytes or products
 _LARGE_M_EPILOGUE_S = 3e-6  # seconds after the last bytes arrive: last products, activation, stores
 _LARGE_M_FLOPS_FRACTION = 0.9  # achieved fraction of the matrix units' rate with tiles for large M
+# Achieved fractions of the matrix units' rate with thousands of tokens, on an H200 at its power limit.
+_PREFILL_FLOPS_FRACTION = 0.81
+_LIBRARY_FLOPS_FRACTION = 0.78
 _LIBRARY_BYTES_FACTOR = 1.12  # measured factor on the weight's bytes when the library multiplies gates of 65 to 128 tokens
 _LIBRARY_EXTRA_S = 8e-6
 _MAX_THREADS_PER_PROCESSOR = 1536
@@ -204,6 +207,22 @@ def _estimate_large_m(facts: DeviceFacts, config: MatmulConfig, *, n: int, k: in
     last_tile = max(rest * pair_time, matmul) if rest else 0.0
     tile_time = config.rows_per_program // tile_pairs * max(tile_pairs * pair_time, matmul) + last_tile
     return _LARGE_M_FACTOR * rounds * tile_time + _LARGE_M_EPILOGUE_S + _LAUNCH_OVERHEAD_S
+
+
+def estimate_prefill_gates(facts: DeviceFacts, config: MatmulConfig, *, m: int, n: int, k: int) -> float:
+    """Estimate the seconds of gates of prefill (:mod:`outrider_triton.products.jit.prefill_gates`). On average, the last
+    tiles leave half of the multiprocessors idle.
+    """
+    sums = m * n + facts.processors * config.block_m * config.block_n
+    return 2.0 * sums * k / (_PREFILL_FLOPS_FRACTION * facts.flops)
+
+
+def estimate_library_gates(facts: DeviceFacts, *, m: int, n: int, k: int) -> float:
+    """Estimate the seconds of the library's product of many tokens and a weight of gate and up rows [n, k], and of the
+    activation.
+    """
+    activation_bytes = 2.0 * m * n * 3 / 2  # reads gate and up, writes as much as one of them
+    return 2.0 * m * n * k / (_LIBRARY_FLOPS_FRACTION * facts.flops) + activation_bytes / facts.bytes_per_second
 
 
 def _resident_programs(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: OperandStorage = UNQUANTIZED) -> int:

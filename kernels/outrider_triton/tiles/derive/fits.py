@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider_triton.launch import power_of_two
-from outrider_triton.tiles.configs import LARGE_M, SCALED_BLOCKS, STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import LARGE_M, PREFILL_GATES, SCALED_BLOCKS, STREAMED, MatmulConfig
 from outrider_triton.tiles.facts import DeviceFacts
 
 MAX_TOKENS_TUNED = 128
@@ -18,6 +18,10 @@ MAX_TOKENS_TRITON_GEMM = 64
 
 Up to twice as many tokens, unquantised products win occasionally, by 5 %. Quantised products win nearly everywhere, by far
 where the library needs the weight in 16 bits.
+"""
+PREFILL_SAMPLE_TOKENS = 4096
+"""Number of tokens from which on the choice of gates of prefill doesn't depend on their number, so that their kernel is
+compiled for so many.
 """
 MAX_FOLDED_TOKENS = 16
 """Maximum number of tokens for which streamed rows of 8 bits are folded: above, the tokens' bytes would take as long as the
@@ -35,6 +39,7 @@ LARGE_M_PAIRS = 64  # pairs of rows per warpgroup; equals outrider_triton.produc
 NIBBLE_TILE_ROWS = 64  # rows of a tile of nibbles; equals outrider_triton.quantized.jit.nibble_planes_streamed.ROWS
 BLOCK_ROWS = 128  # rows and columns of a block of the weight with a scale, and of a tile in shares
 MIN_STREAMED_COLUMNS = 64  # minimum columns of a streamed tile: 128 bytes, one row of swizzled shared memory
+PREFILL_TOKENS, PREFILL_PAIRS = 128, 128  # of a tile; equal those of outrider_triton.products.jit.prefill_gates
 LARGE_M_SCRATCH_BYTES = 4608  # shared memory of layout conversions and barriers
 
 
@@ -131,6 +136,8 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
     tokens, columns = config.block_m, config.block_k
     if config.descriptor == SCALED_BLOCKS:
         return config.stages * (BLOCK_ROWS + tokens) * columns + tokens * 2 * BLOCK_ROWS + 512
+    if config.descriptor == PREFILL_GATES:
+        return 2 * (config.stages * (tokens + 2 * config.block_n) * columns + tokens * config.block_n) + 512
     if config.descriptor == LARGE_M:
         return (
             2 * columns * (2 * LARGE_M_PAIRS * config.warps // 4 * config.stages + tokens * config.prefetch_columns)
