@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from outrider.device.collectives import Group
-    from outrider.device.kernels import KernelSet
+    from outrider.device.kernels.kernelset import KernelSet
 
 _IGNORES_REPORTS = Observer()
 
