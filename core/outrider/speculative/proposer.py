@@ -515,12 +515,21 @@ class DraftPositions:
 class CachedProposer(Proposer):
     """A proposer with keys and values of the layers of ``config``, in pages with the target's page numbers."""
 
+    _draft_tokens: int
+    _tokens_ahead = 0
+    """Number of tokens by which draft-extend's passes exceed the accepted tokens."""
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config
         self._dtype = dtype
         self._cache: KVCache | None = None
         self._page_size = 0
         self._query_start = torch.empty(0, dtype=torch.int32)
+
+    @property
+    def depth(self) -> int:
+        """The number of drafted tokens, or of those on the longest path of a tree."""
+        return self._draft_tokens
 
     @property
     def token_bytes(self) -> int:
@@ -555,15 +564,6 @@ class CachedProposer(Proposer):
 
 class ChainProposer(CachedProposer):
     """Base class of proposers of chains whose first token is relayed, with one draft pass for each further token."""
-
-    _draft_tokens: int
-    _tokens_ahead = 0
-    """Number of tokens by which draft-extend's passes exceed the accepted tokens."""
-
-    @property
-    def depth(self) -> int:
-        """K, the number of drafted tokens."""
-        return self._draft_tokens
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
@@ -604,26 +604,36 @@ class TreeProposer(CachedProposer):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, shape: DynamicTree) -> None:
         super().__init__(config, dtype)
-        self._shape = shape
-
-    @property
-    def depth(self) -> int:
-        """D, the longest path of the shape."""
-        return self._shape.depth
+        self._shape, self._draft_tokens = shape, shape.depth
 
     @property
     def nodes(self) -> int:
         """K, the number of nodes of the shape."""
         return self._shape.nodes
 
-    def level_input(
-        self, inputs: DraftInputs, level: Level, rope: RopeConfig, positions: Tensor, *, ahead: int
-    ) -> ForwardInput:
-        """Return the pass over the nodes of ``level`` at ``positions`` int64 [B, M].
+    @property
+    def slots(self) -> int:
+        """Number of slots that verify, draft-extend or the expanded nodes write, the largest of the three."""
+        shape, ahead = self._shape, self._tokens_ahead
+        return max(shape.nodes + 1, shape.depth + 1 + ahead, shape.expanded + ahead)
 
-        ``ahead`` tokens lie between the cached tokens and the first node's slot.
+    @property
+    def relay(self) -> tuple[RelaySpec, ...]:
+        """The T first draft tokens and their log-probabilities, per request."""
+        branches = self._shape.branches
+        return (RelaySpec("tokens", (branches,), torch.int64), RelaySpec("scores", (branches,), torch.float32))
+
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """Host parameters of draft-extend, and of each level's draft pass, which adds the level's nodes."""
+        ahead = self._tokens_ahead
+        return {"extend": ahead, **{f"draft.{nodes}": nodes + ahead for nodes in self._shape.levels}}
+
+    def level_input(self, inputs: DraftInputs, level: Level, rope: RopeConfig, positions: Tensor) -> ForwardInput:
+        """Return the pass over the nodes of ``level`` at ``positions`` int64 [B, M]. Their slots follow the cached tokens and
+        the tokens by which draft-extend exceeds them.
         """
-        batch, nodes = level.tokens.shape
+        (batch, nodes), ahead = level.tokens.shape, self._tokens_ahead
         device = level.tokens.device
         lens = inputs.seq_lens_host
         attention = AttentionMetadata(
