@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from outrider.device import Fence
-from outrider.engine.requests.hand_over import Arrival, HandOver
+from outrider.engine.requests.hand_over import Arrival, HandOver, engine_fit
 from outrider.engine.requests.request import Request
 from outrider.engine.state.parts import EngineParts
 from outrider.speculative.proposer import slots_of
@@ -24,6 +25,11 @@ class StateTransfer:
         self._rows, self._future = parts.rows, parts.future
         data = parts.model.ranks.data
         self._group = 0 if data is None else data.rank
+
+    @cached_property
+    def fit(self) -> Mapping[str, str]:
+        """The properties that an engine must share to continue a request of this one."""
+        return engine_fit(self._model, self._proposer)
 
     def copy_request_state(self, request: Request) -> HandOver:
         """Copy the state of a decoding request out of the engine's caches. The host must have handled all its results.
@@ -43,10 +49,7 @@ class StateTransfer:
             draft_caches=draft_caches,
             relay=relay,
             states=states,
-            model=self._model.config,
-            dtype=self._model.dtype,
-            cache_dtype=self._model.cache_dtype,
-            proposer=self._proposer.name,
+            fit=self.fit,
             backend=self._backend,
             stream=self._forward,
             ready=self._fences.handed_over,
