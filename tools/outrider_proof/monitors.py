@@ -112,7 +112,7 @@ def declared_memory(parts: EngineParts, guided: GuidedDecoding) -> Iterator[tupl
     yield "published lengths", [parts.future.seq_lens]
     yield "resolved lengths", [parts.future.batch_seq_lens]
     yield "stash", [parts.future.last_tokens, *parts.future.relay.values()]
-    yield "results", [parts.results._device, parts.results._logprobs._device]
+    yield "results", [parts.results._device, parts.results._logprobs]
     yield "token masks", [guided._draft_masks]
     yield "target cache", [tensor for layer in parts.cache.layers for tensor in layer]
     cache, proposer = parts.cache, parts.proposer

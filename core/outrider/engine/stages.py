@@ -366,7 +366,7 @@ class Verify(Stage):
             options.commit(kernels, tokens)
         if features.logprobs is not None:
             along = logits if path is None else logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-            results.write_decode_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
+            results.write_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
         kernels.publish_accepted(
             inputs.rows,
             inputs.seq_lens,
