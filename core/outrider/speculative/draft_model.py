@@ -161,13 +161,8 @@ class DraftModelProposer(_DraftModelBase, ChainProposer):
         model, count = self._model, inputs.count or self._draft_tokens
         following = self.next_positions(model.kernels, inputs, count=count + 1)
         for step in range(len(tokens), count):
-            flat = ForwardInput(
-                tokens[-1] if tokens else inputs.last_tokens,
-                text_rope_positions(model.config.rope, following.positions[step], inputs.mrope_position_deltas),
-                following.slots[step],
-                following.attention(step, f"draft.{step}"),
-                states=states,
-            )
+            token = tokens[-1] if tokens else inputs.last_tokens
+            flat = following.pass_input(step, token, model.config.rope, f"draft.{step}", states)
             logits = model.logits(model.forward(flat, cache))
             token, distribution = sample_draft(model.kernels, logits, inputs, following.positions[step + 1])
             tokens.append(token)

@@ -25,7 +25,6 @@ from outrider.speculative.proposer import (
     TreeProposer,
     extend_rope_positions,
     sample_draft,
-    text_rope_positions,
     too_many_branches,
 )
 from outrider.speculative.tree import DynamicTree, Level, most_likely
@@ -111,11 +110,7 @@ class EagleProposer(EagleHeadProposer, ChainProposer):
         count = inputs.count or self._draft_tokens
         following = self.next_positions(self.head.kernels, inputs, count=count + 1)
         for step in range(1, count):
-            index = step - 1
-            rope_positions = text_rope_positions(
-                self.head.config.rope, following.positions[index], inputs.mrope_position_deltas
-            )
-            flat = ForwardInput(token, rope_positions, following.slots[index], following.attention(index, f"draft.{step}"))
+            flat = following.pass_input(step - 1, token, self.head.config.rope, f"draft.{step}")
             hidden = self.head.forward(flat, hidden, self.cache)
             token, distribution = self._sample_draft(hidden, inputs, following.positions[step + 1])
             tokens.append(token)

@@ -27,6 +27,7 @@ from outrider.model import (
     ModelConfig,
     RecurrentConfig,
     RopeConfig,
+    StateInput,
     speculative_positions,
 )
 from outrider.speculative.tree import DynamicTree, Level, Tree
@@ -496,20 +497,25 @@ class DraftPositions:
         columns = (self.positions.t(), self.slots.t(), self._seq_lens.t())
         kernels.place_tokens(inputs.seq_lens, inputs.tables, page_size, UNBOUNDED, *columns)
 
-    def attention(self, index: int, host_name: str) -> AttentionMetadata:
-        """Return the metadata of the pass over the tokens at ``index``. ``host_name`` is the name of its host parameter."""
-        inputs, num_tokens = self._inputs, index + 1
-        return AttentionMetadata(
+    def pass_input(
+        self, index: int, tokens: Tensor, rope: RopeConfig, host_name: str, states: StateInput | None = None
+    ) -> ForwardInput:
+        """Return the pass over ``tokens`` int64 [B], which follow the cached tokens as number ``index``, from 0.
+
+        ``host_name`` is the name of the pass's host parameter.
+        """
+        inputs, lens, num_tokens = self._inputs, self._inputs.seq_lens_host, index + 1
+        attention = AttentionMetadata(
             query_start=self._query_start,
             seq_lens=self._seq_lens[index],
             block_table=inputs.tables,
             max_query=1,
             max_kv=inputs.max_kv,
             uniform=True,
-            seq_lens_host=inputs.seq_lens_host.host_param(host_name, num_tokens)
-            if inputs.seq_lens_host is not None
-            else None,
+            seq_lens_host=None if lens is None else lens.host_param(host_name, num_tokens),
         )
+        positions = text_rope_positions(rope, self.positions[index], inputs.mrope_position_deltas)
+        return ForwardInput(tokens, positions, self.slots[index], attention, states=states)
 
 
 class CachedProposer(Proposer):

@@ -31,7 +31,7 @@ REASONS: dict[str, str] = {
     "PageKey.__eq__: leave an operand out: isinstance(other, PageKey) and self.parent is other.parent and (self.tokens": (
         "matters where two hashes are the same: tests/engine/test_pages.py compares such keys"
     ),
-    "DraftPositions.attention: one more: 1 → 2 (2)": (
+    "DraftPositions.pass_input: one more: 1 → 2 (2)": (
         "kernels that take queries apart: tests/speculative/test_proposers.py (uniform)"
     ),
     "PrefillGraphs.bucket: change a flag: True → False": "costs alone: tests/engine/test_prefill_graphs.py",
