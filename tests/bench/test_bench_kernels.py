@@ -8,7 +8,7 @@ import torch
 
 from outrider import Engine
 from outrider.device import DecoderShape, KernelSet
-from outrider.device.kernels import kernel_names
+from outrider.device.kernels.kernelset import kernel_names
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.model.config.shapes import SHAPES
 from outrider.registry import get_backend

@@ -12,7 +12,7 @@ from conformance.mutants import unseen_operands
 from conformance.mutants.generated import kernels
 from conformance.small_problems import SMALL, small
 from outrider.device import KernelSet, ResidualStream
-from outrider.device.kernels import kernel_names
+from outrider.device.kernels.kernelset import kernel_names
 from outrider.device.kernels.reference.model import uniforms
 from outrider.device.kernels.weights import linear
 from outrider.registry import get_backend

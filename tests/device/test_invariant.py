@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from outrider.device import AttentionMetadata, CapabilityError, KernelSet, RecurrentBatch
-from outrider.device.kernels import kernel_names
 from outrider.device.kernels.invariant import InvariantKernels
-from outrider.device.kernels.kernelset import composed_kernels
+from outrider.device.kernels.kernelset import composed_kernels, kernel_names
 from outrider_conformance.lab import Lab
 from outrider_conformance.random_kernels.recurrent import check_equal_bits
 from outrider_cpu.backend import CpuBackend

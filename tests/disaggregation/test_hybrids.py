@@ -12,8 +12,9 @@ from disaggregation.test_sides import free, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.disaggregation import page_landing
-from outrider.disaggregation.codec import check_fit, engine_fit
+from outrider.disaggregation.codec import server_fit
 from outrider.engine.ranks.ranks import ParallelConfig
+from outrider.engine.requests.hand_over import check_fit
 from outrider.registry.engine_plugins import get_transport
 from outrider.transports.link import LocalLink, LocalTransport, _LocalTransfer
 from outrider_proof import tiny
@@ -246,7 +247,7 @@ def test_engines_with_other_states_do_not_connect(changes):
 
 def test_servers_name_the_states_that_differ():
     """The dtype of the states, too; the error comes before a link is connected."""
-    ours, theirs = engine_fit(other_states()), engine_fit(other_states(kernel_size=3))
+    ours, theirs = server_fit(other_states()), server_fit(other_states(kernel_size=3))
     with pytest.raises(ConfigError, match=r"model\.recurrent: .*kernel_size=3.* there, .*kernel_size=4.* here"):
         check_fit(ours, theirs)
     narrow = ours | {"model.recurrent": repr(replace(tiny.RECURRENT, state_dtype=torch.bfloat16))}

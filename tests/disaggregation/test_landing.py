@@ -9,7 +9,7 @@ from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
 from outrider.disaggregation import page_landing
-from outrider.disaggregation.codec import engine_fit
+from outrider.disaggregation.codec import server_fit
 from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.server import _layout_of
 from outrider.engine.ranks.ranks import ParallelConfig
@@ -192,11 +192,11 @@ def test_a_prefill_engine_describes_itself_as_a_rank_would(target):
             engine.follow()
             return None
         engine.close()
-        return engine_fit(engine)
+        return server_fit(engine)
 
     found = run_bodies(layout, body)[0]
-    assert found == engine_fit(whole, layout.shards(0))
-    assert found != engine_fit(whole)
+    assert found == server_fit(whole, layout.shards(0))
+    assert found != server_fit(whole)
 
 
 @pytest.mark.parametrize("ranks", [None, [], [2, 1], [1, 1, "x"], [2, 1, 1, 1], [True, 1, 0]])

@@ -7,7 +7,7 @@ from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, state
 from model.cached_checkpoints import write_cached
 from outrider import Engine, SamplingParams
-from outrider.disaggregation.codec import engine_fit
+from outrider.disaggregation.codec import server_fit
 from outrider.transports.link import LocalTransport
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_eagle
@@ -45,5 +45,5 @@ def test_tokens_are_those_of_one_engine(written):
 
 
 def test_engines_whose_caches_differ_do_not_fit(written):
-    kept, wide = engine_fit(engine_of(written)), engine_fit(engine_of(written, kv_dtype="plain"))
+    kept, wide = server_fit(engine_of(written)), server_fit(engine_of(written, kv_dtype="plain"))
     assert {name for name in kept if kept[name] != wide[name]} == {"kv_dtype"}

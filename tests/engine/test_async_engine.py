@@ -213,6 +213,29 @@ def test_what_was_aborted_is_no_output(closes, error, said):
     asyncio.run(main())
 
 
+def test_a_failure_while_closing_reaches_open_streams():
+    async def main():
+        engine = AsyncEngine(make())
+        await engine.start()
+        step = engine.engine.step
+
+        def step_until_closed():
+            if engine._stop:
+                raise DeviceLost("gone")
+            time.sleep(0.02)
+            return step()
+
+        engine.engine.step = step_until_closed
+        task = asyncio.create_task(engine.generate(PROMPTS[1], SamplingParams(max_tokens=50, ignore_eos=True)))
+        while not await engine.call(lambda inner: inner.open_requests):
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(DeviceLost):
+            await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+
+
 def test_what_making_raises_comes_out_of_start():
     def broken():
         raise ValueError("no model")

@@ -12,7 +12,6 @@ from outrider.engine.engine import Engine
 from outrider.engine.requests.draft_length import (
     MAX_REPEATS,
     DraftCosts,
-    FixedLength,
     LengthSchedule,
     LoadDraftLength,
     LookupDraftLength,
@@ -199,7 +198,7 @@ def test_what_is_drawn_does_not_depend_on_the_lengths(cpu):
 
 
 def test_the_policy_is_told_what_was_accepted(cpu):
-    class Noting(FixedLength):
+    class Noting(LengthSchedule):
         needs_acceptance = True
 
         def observe(self, drafted, accepted, repeats=()):
@@ -207,7 +206,7 @@ def test_the_policy_is_told_what_was_accepted(cpu):
             told.extend(accepted)
 
     told = []
-    made = engine(cpu, "eagle", policy=Noting(3))
+    made = engine(cpu, "eagle", policy=Noting((3,)))
     made.generate(PROMPTS, SamplingParams(max_tokens=12))
     assert len(told) == made.stats.request_iterations
     assert sum(told) == made.stats.verified_tokens - made.stats.request_iterations > 0
@@ -272,7 +271,7 @@ def test_the_length_is_fixed_where_costs_would_be_the_hosts(cpu):
     [
         ("eagle-tree", {"draft_length": "load"}, "trees"),
         ("none", {"draft_length": "load"}, "drafts nothing"),
-        ("eagle", {"policy": FixedLength(4)}, "drafts 0 to 3 tokens"),
+        ("eagle", {"policy": LengthSchedule((4,))}, "drafts 0 to 3 tokens"),
         ("eagle-tree", {"policy": LengthSchedule((0, 1))}, "one shape"),
     ],
 )

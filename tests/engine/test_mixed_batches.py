@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.engine.requests.draft_length import FixedLength, LengthSchedule
+from outrider.engine.requests.draft_length import LengthSchedule
 from outrider.engine.requests.groups import groups_by_load
 from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.request import Request
@@ -21,7 +21,7 @@ def scheduler(*, rows=40, drafted=3, prefill_chunk=64, **limits):
         rows=FreeList("request row", rows + 1),
         pages=PagePool(count=4000, page_size=4, ahead=0, share=False),
         limits=SchedulerLimits(growth=drafted + 1, slots=drafted + 1, spare=0, prefill_chunk=prefill_chunk, **limits),
-        draft_length=FixedLength(drafted),
+        draft_length=LengthSchedule((drafted,)),
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.device import InterfaceError
-from outrider.engine.requests.draft_length import FixedLength
+from outrider.engine.requests.draft_length import LengthSchedule
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import FinishReason, Request
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler, SchedulerLimits
@@ -90,7 +90,7 @@ def test_no_context_is_written_by_the_batch_that_reads_it(arrivals, page_size, p
         rows=FreeList("request row", 8),
         pages=PagePool(count=60, page_size=page_size, ahead=0, share=True),
         limits=SchedulerLimits(growth=1, slots=1, spare=0, prefill_chunk=prefill_chunk),
-        draft_length=FixedLength(0),
+        draft_length=LengthSchedule((0,)),
     )
     hits = 0
     for number, (tokens, batches) in enumerate(arrivals):
@@ -141,7 +141,7 @@ def hand_made(*, pages, spare=0, growth=1, prefill_chunk=64, rows=4):
         rows=FreeList("request row", rows),
         pages=PagePool(count=pages + 1, page_size=4, ahead=0, share=False),
         limits=SchedulerLimits(growth=growth, slots=1, spare=spare, prefill_chunk=prefill_chunk),
-        draft_length=FixedLength(growth - 1),
+        draft_length=LengthSchedule((growth - 1,)),
     )
 
 

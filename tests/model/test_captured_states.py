@@ -9,8 +9,7 @@ import torch
 from model.harness import Driver
 from model.quantized_checkpoints import write_compressed
 from outrider.device import KernelSet
-from outrider.device.kernels import kernel_names
-from outrider.device.kernels.kernelset import BLOCKS
+from outrider.device.kernels.kernelset import BLOCKS, kernel_names
 from outrider.model import ModelRanks, Shards, SideBySide, load_decoder, side_by_side
 from outrider.model.heads.eagle import fuse
 from outrider.registry import get_backend

@@ -7,8 +7,9 @@ from threads import run
 
 from model.hybrid_checkpoints import MtpOracle, greedy, random_model, save
 from outrider import Engine, SamplingParams
-from outrider.disaggregation.codec import check_fit, engine_fit
+from outrider.disaggregation.codec import server_fit
 from outrider.engine.ranks.ranks import ParallelConfig
+from outrider.engine.requests.hand_over import check_fit
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_proof.tiny import plain_config
@@ -77,7 +78,7 @@ def test_engines_of_other_ranks_continue_requests():
     proposer = MAKERS["eagle"](tiny.mixture(), tiny.BACKEND)
     prefill = Engine(tiny.mixture(), tiny.BACKEND, proposer=proposer, config=CONFIG)
     for layout in (LAYOUTS["data"], LAYOUTS["data, divided"]):
-        check_fit(engine_fit(prefill, layout.shards(0)), run(layout, make, engine_fit))
+        check_fit(server_fit(prefill, layout.shards(0)), run(layout, make, server_fit))
 
 
 def test_a_head_with_experts_divides_them_too(tmp_path):

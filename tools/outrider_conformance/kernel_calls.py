@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, InterfaceError, KernelSet, WrappedKernels
-from outrider.device.kernels import kernel_names
+from outrider.device.kernels.kernelset import kernel_names
 
 KERNELS: tuple[str, ...] = kernel_names()
 """Names of the methods of a KernelSet that compute, in the order of its parts."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from outrider.device import Backend, Operation
     from outrider.engine.engine import Engine
+    from outrider.engine.guided import GuidedDecoding
     from outrider.engine.loop import Loop
     from outrider.engine.requests.batch import Batch
     from outrider.engine.requests.request import Request
@@ -39,14 +40,15 @@ class StageMonitor:
         self._note = note
         self.accessed: dict[str, set[tuple[str, str]]] = {}
         """The accesses of each stage, by the stage's name: ``reads`` or ``writes``, and the name of the memory."""
+        step: Any = engine._step
+        step = getattr(step, "step", step)
         self._names = {
             self._backend.locate(tensor).storage: name
-            for name, tensors in declared_memory(engine._parts)
+            for name, tensors in declared_memory(engine._parts, step._guided)
             for tensor in tensors
             if tensor.numel()
         }
-        step: Any = engine._step
-        for stage in vars(getattr(step, "step", step)._stages).values():
+        for stage in vars(step._stages).values():
             if hasattr(stage, "reads"):
                 self._watch(stage)
 
@@ -101,7 +103,7 @@ def is_part(name: str, declared: str) -> bool:
     return f"{name}.".startswith(f"{declared}.")
 
 
-def declared_memory(parts: EngineParts) -> Iterator[tuple[str, Iterable[Tensor]]]:
+def declared_memory(parts: EngineParts, guided: GuidedDecoding) -> Iterator[tuple[str, Iterable[Tensor]]]:
     """Yield the names that stages may declare, with the tensors of each."""
     yield from ((name, [memory]) for name, memory in parts.buffers._memory.items())
     yield "staged inputs", [parts.staging._device]
@@ -110,8 +112,8 @@ def declared_memory(parts: EngineParts) -> Iterator[tuple[str, Iterable[Tensor]]
     yield "published lengths", [parts.future.seq_lens]
     yield "resolved lengths", [parts.future.batch_seq_lens]
     yield "stash", [parts.future.last_tokens, *parts.future.relay.values()]
-    yield "results", [parts.results._device, parts.results._logprobs._device]
-    yield "token masks", [parts.masks._draft_masks]
+    yield "results", [parts.results._device, parts.results._logprobs]
+    yield "token masks", [guided._draft_masks]
     yield "target cache", [tensor for layer in parts.cache.layers for tensor in layer]
     cache, proposer = parts.cache, parts.proposer
     states = [tensor for layer in (*cache.states, *cache.windows) for tensor in layer]

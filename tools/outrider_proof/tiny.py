@@ -38,7 +38,7 @@ from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 
 if TYPE_CHECKING:
-    from outrider.device.kernels import KernelSet
+    from outrider.device.kernels.kernelset import KernelSet
     from outrider.speculative.proposer import Proposer
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER = 24, 32, 4, 2, 8, 48

@@ -8,7 +8,7 @@ from outrider.device.plugin import KernelInfo, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
-    from outrider.device.kernels import KernelSet
+    from outrider.device.kernels.kernelset import KernelSet
 
 
 @hookimpl

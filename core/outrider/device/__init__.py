@@ -62,49 +62,38 @@ if TYPE_CHECKING:
         HostParam,
         Scalar,
     )
-    from outrider.device.kernels import (
-        CACHE_FORMATS,
-        LANE_ACCEPT,
-        LANE_DRAFT,
-        LANE_RESIDUAL,
-        LANE_SAMPLE,
-        QUANTIZED_FORMATS,
-        ROW_ACCESS,
+    from outrider.device.kernels.blocks import (
         AttentionBlock,
-        AttentionMetadata,
-        AttentionShape,
         AttentionTokens,
         BlockKernels,
-        BookkeepingKernels,
-        Contribution,
-        DecoderShape,
-        DeltaRuleWeights,
         ExpertsBlock,
-        HeadNorms,
-        KernelSet,
         LayerRows,
         MlpBlock,
-        ModelKernels,
-        QuantizedWeight,
-        RankBoundary,
-        RecurrentBatch,
         RecurrentBlock,
-        RecurrentKernels,
         RecurrentTokens,
         RecurrentWindow,
+    )
+    from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
+    from outrider.device.kernels.formats import CACHE_FORMATS, QUANTIZED_FORMATS
+    from outrider.device.kernels.kernelset import KernelSet, WrappedKernels
+    from outrider.device.kernels.metadata import (
+        AttentionMetadata,
+        AttentionShape,
+        DecoderShape,
+        HeadNorms,
         RequestInputs,
         RequestRows,
-        ResidualStream,
         RotaryArgs,
-        RowResolver,
-        SamplingKernels,
-        SeparateInput,
-        SplitWeight,
         TuningProgress,
         TuningResult,
-        Weight,
-        WrappedKernels,
     )
+    from outrider.device.kernels.model_kernels import ModelKernels
+    from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
+    from outrider.device.kernels.reference.model import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
+    from outrider.device.kernels.reference.ops import ROW_ACCESS, RowResolver
+    from outrider.device.kernels.residual import Contribution, RankBoundary, ResidualStream, SeparateInput
+    from outrider.device.kernels.sampling_kernels import SamplingKernels
+    from outrider.device.kernels.weights import QuantizedWeight, SplitWeight, Weight
     from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
     from outrider.device.stream import Event, Flag, Stream
     from outrider.device.sync import EventFence, Fence, JoinedPlan, Recompute, SpeculativeSync, StepMode, Waiter
@@ -123,7 +112,10 @@ if TYPE_CHECKING:
 
 _LAZY_MODULES = (
     *("tools", "stream", "sync"),
-    *("capabilities", "collectives", "graph", "memory", "kernels", "backend", "torch_backend", "torch_collectives"),
+    *("capabilities", "collectives", "graph", "memory", "backend", "torch_backend", "torch_collectives"),
+    *("kernels.metadata", "kernels.formats", "kernels.weights", "kernels.residual", "kernels.blocks", "kernels.kernelset"),
+    *("kernels.bookkeeping_kernels", "kernels.model_kernels", "kernels.recurrent_kernels", "kernels.sampling_kernels"),
+    *("kernels.reference.model", "kernels.reference.ops"),
 )
 """The modules that define the names above. A lookup imports them in this order; the first three don't import torch."""
 

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from outrider.device.collectives import Group
-    from outrider.device.kernels import KernelSet
+    from outrider.device.kernels.kernelset import KernelSet
+
+_IGNORES_REPORTS = Observer()
 
 
 class Backend(ABC):
@@ -193,8 +195,7 @@ class Backend(ABC):
                 unique = f"{name}.{number}"
             stream = self._create_stream(unique, priority)
             self._streams.append(stream)
-        if self.observer is not None:
-            self.observer.stream_created(stream)
+        self.listener.stream_created(stream)
         return stream
 
     @property
@@ -222,8 +223,7 @@ class Backend(ABC):
         self.check_not_capturing("synchronize the device")
         with self.guard("synchronizing the device"):
             self._synchronize()
-        if self.observer is not None:
-            self.observer.device_synchronized()
+        self.listener.device_synchronized()
 
     def delay(self, stream: Stream, cycles: int) -> None:
         """Keep ``stream`` busy for about ``cycles`` device clocks. Captured, it does so at each replay of the graph.
@@ -387,16 +387,14 @@ class Backend(ABC):
     def capturing(self, graph: Graph, stream: Stream) -> Generator[ActiveCapture]:
         """Mark the calling thread as capturing; a plugin's ``_capture`` opens this around the vendor's capture."""
         capture = self._local.capture = ActiveCapture(self, graph.context, stream, graph=graph)
-        if self.observer is not None:
-            self.observer.capture_began(graph, stream)
+        self.listener.capture_began(graph, stream)
         failed = True
         try:
             yield capture
             failed = False
         finally:
             self._local.capture = None
-            if self.observer is not None:
-                self.observer.capture_ended(graph, failed)
+            self.listener.capture_ended(graph, failed)
 
     @contextmanager
     def rehearsing(self, context: CaptureContext, stream: Stream) -> Generator[None]:
@@ -467,6 +465,11 @@ class Backend(ABC):
         del error, doing
         return None
 
+    @property
+    def listener(self) -> Observer:
+        """Return the attached observer, or one that ignores every report."""
+        return _IGNORES_REPORTS if self.observer is None else self.observer
+
     def attach(self, observer: Observer) -> None:
         """Report to ``observer`` from now on, on every thread. One observer at a time.
 
@@ -495,8 +498,7 @@ class Backend(ABC):
 
         A later read of bytes that weren't written since then is a stale read, ordered or not. Changes nothing itself.
         """
-        if self.observer is not None:
-            self.observer.marked_stale(tensor, reason)
+        self.listener.marked_stale(tensor, reason)
 
     def mark_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """Tell an attached tool that ``mirror`` is read as the present value of ``source``.
@@ -504,8 +506,7 @@ class Backend(ABC):
         ``mirror`` is a tensor (host or device) or a host parameter of a graph, given as ``(graph, name)``. Reading it
         after ``source`` was written again, and before it was itself refreshed, is stale. Changes nothing itself.
         """
-        if self.observer is not None:
-            self.observer.marked_mirror(mirror, source)
+        self.listener.marked_mirror(mirror, source)
 
     # -- verbs that a vendor implements ----------------------------------------------------------------------------------
 

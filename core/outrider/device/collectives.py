@@ -254,8 +254,7 @@ class Group(ABC):
         first differing decision and not the call that hung.
         """
         self.last_decision = (name, value)
-        if self.backend.observer is not None:
-            self.backend.observer.decided(self, name, value)
+        self.backend.listener.decided(self, name, value)
 
     def announce(
         self,
@@ -350,8 +349,7 @@ class Group(ABC):
         self.last_call = call
         if call.captured and capture is not None and capture.graph is not None:
             self._capturing_graphs.add(capture.graph)
-        if self.backend.observer is not None:
-            self.backend.observer.collective(self, call, stream, reads, (*writes, *self._peer_written))
+        self.backend.listener.collective(self, call, stream, reads, (*writes, *self._peer_written))
         return call
 
     def _carry_out(self, call: Collective, stream: Stream, verb: Callable[..., None], *arguments: object) -> None:

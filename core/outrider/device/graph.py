@@ -168,11 +168,9 @@ class Graph(ABC):
         self.backend.check_not_capturing(f"replay graph {self.name!r}")
         if self.released:
             raise InterfaceError(f"graph {self.name!r} of {self.backend.label} can't be replayed any more: {self.released}")
-        observer = self.backend.observer
         self._generation += 1
         self.backend.replays += 1
-        if observer is not None:
-            observer.replayed(self, stream, self._generation)
+        self.backend.listener.replayed(self, stream, self._generation)
         with self.backend.guard(f"replaying graph {self.name!r}"):
             self._replay(stream)
         return self._generation
@@ -211,9 +209,7 @@ class Graph(ABC):
                     "a rebind can't change the shape that was captured"
                 )
         self._update_params(MappingProxyType(bound), stream)
-        observer = self.backend.observer
-        if observer is not None:
-            observer.params_updated(self, stream, bound)
+        self.backend.listener.params_updated(self, stream, bound)
 
     @abstractmethod
     def _replay(self, stream: Stream) -> None:

@@ -51,9 +51,7 @@ class PinnedBuffer:
     def renew(self) -> int:
         """Start and return a new generation. The caller has ordered this after the last reader and writer."""
         self._generation += 1
-        observer = self._backend.observer
-        if observer is not None:
-            observer.renewed(self.owner, self.tensor, self._generation)
+        self._backend.listener.renewed(self.owner, self.tensor, self._generation)
         return self._generation
 
     def read_generation(self, generation: int) -> Tensor:

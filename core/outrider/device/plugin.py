@@ -16,7 +16,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
-    from outrider.device.kernels import KernelSet
+    from outrider.device.kernels.kernelset import KernelSet
 
 ENTRY_POINT_GROUP = "outrider.backends"
 KERNELS_GROUP = "outrider.kernels"

@@ -79,15 +79,12 @@ class Stream(ABC):
             capture.check_edge_record(event)
             self._record(event)
             event._captured_by = capture
-            if self.backend.observer is not None:
-                self.backend.observer.recorded(self, event, 0)
+            self.backend.listener.recorded(self, event, 0)
             return 0
         event._check_not_captured()
         self._record(event)
         event._generation += 1
-        observer = self.backend.observer
-        if observer is not None:
-            observer.recorded(self, event, event._generation)
+        self.backend.listener.recorded(self, event, event._generation)
         return event._generation
 
     def wait(self, event: Event) -> None:
@@ -104,15 +101,12 @@ class Stream(ABC):
         if capture is not None:
             capture.check_edge_wait(event)
             self._wait(event)
-            if self.backend.observer is not None:
-                self.backend.observer.waited(self, event, 0 if event._captured_by is capture else event._generation)
+            self.backend.listener.waited(self, event, 0 if event._captured_by is capture else event._generation)
             return
         event._check_not_captured()
         event._check_recorded(f"stream {self.name!r} can't wait for it")
         self._wait(event)
-        observer = self.backend.observer
-        if observer is not None:
-            observer.waited(self, event, event._generation)
+        self.backend.listener.waited(self, event, event._generation)
 
     def synchronize(self) -> None:
         """Block the calling thread until everything enqueued on this stream so far has run.
@@ -122,9 +116,7 @@ class Stream(ABC):
         self.backend.check_not_capturing(f"synchronize stream {self.name!r}")
         with self.backend.guard(f"synchronizing stream {self.name!r}"):
             self._synchronize()
-        observer = self.backend.observer
-        if observer is not None:
-            observer.stream_synchronized(self)
+        self.backend.listener.stream_synchronized(self)
 
     def query(self) -> bool:
         """Return True if everything enqueued on this stream so far has run. Never blocks.
@@ -134,9 +126,7 @@ class Stream(ABC):
         self.backend.check_not_capturing(f"query stream {self.name!r}")
         with self.backend.guard(f"asking stream {self.name!r}"):
             done = self._query()
-        observer = self.backend.observer
-        if observer is not None:
-            observer.stream_queried(self, done)
+        self.backend.listener.stream_queried(self, done)
         return done
 
     def _check_ours(self, event: Event) -> None:
@@ -207,9 +197,7 @@ class Event(ABC):
         self._check_host_call("query", "there is nothing to query")
         with self.backend.guard(f"asking event {self.name!r}"):
             done = self._query()
-        observer = self.backend.observer
-        if observer is not None:
-            observer.event_queried(self, self._generation, done)
+        self.backend.listener.event_queried(self, self._generation, done)
         return done
 
     def synchronize(self) -> None:
@@ -222,9 +210,7 @@ class Event(ABC):
         generation = self._generation
         with self.backend.guard(f"waiting for event {self.name!r}"):
             self._synchronize()
-        observer = self.backend.observer
-        if observer is not None:
-            observer.event_synchronized(self, generation)
+        self.backend.listener.event_synchronized(self, generation)
 
     def synchronize_within(self, seconds: float) -> bool:
         """Wait like :meth:`synchronize` for at most ``seconds``; return True if the generation has completed.
@@ -239,9 +225,8 @@ class Event(ABC):
         generation = self._generation
         with self.backend.guard(f"waiting for event {self.name!r}"):
             done = self._synchronize_within(seconds)
-        observer = self.backend.observer
-        if done and observer is not None:
-            observer.event_synchronized(self, generation)
+        if done:
+            self.backend.listener.event_synchronized(self, generation)
         return done
 
     def elapsed_ms(self, end: Event) -> float:
@@ -327,27 +312,21 @@ class Flag(ABC):
         if self._rehearsing():
             return
         self._set(stream)
-        observer = self.backend.observer
-        if observer is not None:
-            observer.flag_set(stream, self)
+        self.backend.listener.flag_set(stream, self)
 
     def wait(self, stream: Stream) -> None:
         """Hold ``stream`` until the flag is up. Never blocks the host. The stream hangs if the flag is never set."""
         if self._rehearsing():
             return
         self._wait(stream)
-        observer = self.backend.observer
-        if observer is not None:
-            observer.flag_waited(stream, self)
+        self.backend.listener.flag_waited(stream, self)
 
     def reset(self, stream: Stream) -> None:
         """Lower the flag, in the order of ``stream``."""
         if self._rehearsing():
             return
         self._reset(stream)
-        observer = self.backend.observer
-        if observer is not None:
-            observer.flag_reset(stream, self)
+        self.backend.listener.flag_reset(stream, self)
 
     def _rehearsing(self) -> bool:
         capture = self.backend.active_capture

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from outrider.device.collectives import Group
-    from outrider.device.kernels import KernelSet
+    from outrider.device.kernels.kernelset import KernelSet
 
 _MAX_STREAM_CREATIONS = 64
 """Number of streams that torch creates in the search for one that is not in use."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.disaggregation.connections import WireError
-from outrider.disaggregation.page_landing import part_shape
 from outrider.engine.engine import Engine
-from outrider.engine.requests.hand_over import RequestState
+from outrider.engine.requests.hand_over import RequestState, engine_fit
 from outrider.engine.requests.message_codec import MessageError, from_plain, to_plain
 from outrider.engine.requests.request import StepOutput
 from outrider.errors import RequestError
@@ -79,40 +78,11 @@ def _decode(body: Any, kind: Any, blobs: Sequence[bytes] = ()) -> Any:
         raise WireError(f"a message can't be read: {error}; run one version on both sides") from None
 
 
-def engine_fit(engine: Engine, shards: Shards | None = None) -> dict[str, Any]:
-    """Return the properties, as text by name, that must be equal for one engine to continue the other's requests.
-
-    ``shards``: of an engine of one rank, the properties that its first rank would have if several ranks shared the model.
-    Raises :class:`ConfigError` for a model that so many ranks can't share.
+def server_fit(engine: Engine, shards: Shards | None = None) -> dict[str, str]:
+    """Return the properties of :func:`~outrider.engine.requests.hand_over.engine_fit` of a server's engine, with the page
+    size.
     """
-    shards = shards or Shards()
-    config, proposer = shards.local(engine.model.config, "the prefill server's model"), engine.proposer
-    shapes = [[part_shape(cache, shards.attention), str(cache.dtype)] for cache in proposer.caches]
-    relay = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in proposer.relay}
-    recurrent = proposer.recurrent
-    of_model = {f"model.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}
-    return of_model | {
-        "dtype": str(engine.model.dtype),
-        "kv_dtype": str(engine.model.cache_dtype),
-        "page_size": repr(engine.config.page_size),
-        "proposer": proposer.name,
-        "proposer.caches": repr(shapes),
-        "proposer.recurrent": repr(recurrent and recurrent.shard(shards.attention.size)),
-        "proposer.relay": repr(relay),
-    }
-
-
-def check_fit(ours: Mapping[str, Any], theirs: Any) -> None:
-    """Raise :class:`ConfigError` that names the differing properties of this engine and the other side's engine.
-
-    Raises :class:`WireError` if ``theirs`` names no properties.
-    """
-    if not isinstance(theirs, dict):
-        raise WireError("the other side doesn't say what engine it has")
-    differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-    if differing:
-        listed = "; ".join(f"{name}: {theirs.get(name)} there, {ours.get(name)} here" for name in differing)
-        raise ConfigError(f"the other side's engine doesn't fit this one's: {listed}"[:2000])
+    return engine_fit(engine.model, engine.proposer, shards) | {"page_size": repr(engine.config.page_size)}
 
 
 def decode_int(value: Any) -> int:

@@ -23,27 +23,16 @@ from torch import Tensor
 
 from outrider.device import CapabilityError, ConfigError, DeviceError, EngineStopped, OutriderError
 from outrider.engine.engine import Engine
-from outrider.engine.requests.hand_over import ExpectedPages
+from outrider.engine.requests.hand_over import KV_DIMS, ExpectedPages
 from outrider.model import RecurrentConfig, Shard
 from outrider.transports import Link, LinkDown, Transport
-
-_KV_DIMS = 4
-"""Dimensions of a cache of keys or values: [pages, page size, KV heads, head size]. Other caches aren't shared out."""
-
-
-def part_shape(cache: Tensor, rank: Shard) -> list[int]:
-    """Return the shape of one page of ``cache`` on tensor-parallel rank ``rank``."""
-    shape = list(cache.shape[1:])
-    if cache.dim() == _KV_DIMS:
-        shape[1] //= rank.kv_head_shard(shape[1]).size
-    return shape
 
 
 def slots_of_part(caches: Sequence[Tensor], rank: Shard) -> tuple[Tensor, ...]:
     """Return views [token slots, elements of a slot] of the part of ``caches`` that tensor-parallel rank ``rank`` holds."""
     parts = []
     for cache in caches:
-        heads = rank.kv_head_shard(cache.shape[2]) if cache.dim() == _KV_DIMS else Shard()
+        heads = rank.kv_head_shard(cache.shape[2]) if cache.dim() == KV_DIMS else Shard()
         slots = cache.flatten(0, 1)
         parts.append(slots.reshape(slots.shape[0], heads.size, -1)[:, heads.rank])
     return tuple(parts)

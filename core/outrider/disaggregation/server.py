@@ -27,6 +27,7 @@ from outrider.disaggregation.page_landing import (
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.ranks import MAX_RANKS, ParallelConfig
+from outrider.engine.requests.hand_over import check_fit
 from outrider.engine.requests.request import StepOutput
 from outrider.errors import BusyError, RequestError
 from outrider.model import Shard
@@ -66,7 +67,7 @@ class DisaggregationServer(ABC):
         # A transport that can't register this engine's memory fails now, not when the first peer connects.
         self._try_link(listen.host)
         self._hub = ConnectionHub(self._role, listen=listen, secret=secret)
-        self._fit = codec.engine_fit(engine)
+        self._fit = codec.server_fit(engine)
         self._handshakes: dict[int, PageLanding | None] = {}
         """Peers that haven't described their engine, each with the landing that a decode server has opened for it."""
         self._drain_deadline: float | None = None
@@ -154,12 +155,13 @@ class DisaggregationServer(ABC):
         """Return the link offers of the peer's engine. Raises :class:`ConfigError` if its description doesn't fit ``fit``."""
         assert message is not None
         peer_fit = message.body.get("fit")
-        if message.kind == "refused":
-            codec.check_fit(fit, peer_fit)  # raises an error that names this engine's values first
-            raise ConfigError(str(message.body.get("error")))
-        if message.kind != "engine" or not 0 < len(message.blobs) <= MAX_RANKS:
+        if message.kind not in ("engine", "refused") or not isinstance(peer_fit, dict):
             raise WireError(f"expected what engine it has, it says {message.kind!r}")
-        codec.check_fit(fit, peer_fit)
+        check_fit(fit, peer_fit)  # raises an error that names this engine's values first
+        if message.kind == "refused":
+            raise ConfigError(str(message.body.get("error")))
+        if not 0 < len(message.blobs) <= MAX_RANKS:
+            raise WireError(f"its engine offers {len(message.blobs)} links; expected 1 to {MAX_RANKS}")
         return message.blobs
 
     def _send_engine(self, peer: int, fit: Mapping[str, Any], layout: ParallelConfig, offers: Sequence[bytes]) -> None:
@@ -238,7 +240,7 @@ class PrefillServer(DisaggregationServer):
         fit = self._fit
         try:
             layout = _layout_of(message)
-            fit = codec.engine_fit(self.engine, layout.shards(0))
+            fit = codec.server_fit(self.engine, layout.shards(0))
             offers = self._check_engine(message, fit)
             if len(offers) != layout.world:
                 raise WireError(f"it offers {len(offers)} links for {layout.world} ranks")

@@ -283,11 +283,14 @@ class AsyncEngine:
         with self._lock:
             self._ended.set()
         if engine is not None and self._error is None:
-            for request in list(self._readers):
-                engine.abort(request)
-            for output in engine.step():
-                self._hand_on(output)
-            engine.drain()
+            try:
+                for request in list(self._readers):
+                    engine.abort(request)
+                for output in engine.step():
+                    self._hand_on(output)
+                engine.drain()
+            except BaseException as failure:  # open streams would wait forever for the outputs of a failed device
+                self._error = failure
         error = self._error or AsyncEngineClosed("this engine was closed")
         for reader in set(self._readers.values()):
             reader.put(error)

@@ -18,7 +18,7 @@ from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import (
     DraftCosts,
     DraftLengthPolicy,
-    FixedLength,
+    LengthSchedule,
     LoadDraftLength,
     LookupDraftLength,
     RequestDraftLength,
@@ -93,7 +93,7 @@ def _lengths_of(
         return given.lengths
     if _follows_load(config, backend, proposer):
         return default_draft_lengths(proposer.nodes)
-    return FixedLength(proposer.nodes, context=_context_of_draft(config, proposer)).lengths
+    return LengthSchedule((proposer.nodes,), context=_context_of_draft(config, proposer)).lengths
 
 
 def _context_of_draft(config: DecidedConfig, proposer: Proposer) -> int | None:
@@ -158,7 +158,7 @@ def select_draft_length_policy(
         return given, DraftLengthReport(type(given).__name__, given.lengths)
     context = _context_of_draft(parts.config, parts.proposer)
     if not _follows_load(parts.config, parts.backend, parts.proposer):
-        return FixedLength(parts.proposer.nodes, context=context), DraftLengthReport("fixed", parts.lengths)
+        return LengthSchedule((parts.proposer.nodes,), context=context), DraftLengthReport("fixed", parts.lengths)
     began = time.perf_counter()
     longest = sizes or powers_up_to(parts.config.max_requests)
     costs, packed = _Measurement(parts, step).costs(longest, sizes_of_shorter(sizes) if sizes else longest)

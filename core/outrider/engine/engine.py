@@ -26,7 +26,7 @@ from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
 from outrider.engine.requests.draft_length import DraftLengthPolicy
-from outrider.engine.requests.hand_over import HandOver, RequestState
+from outrider.engine.requests.hand_over import HandOver, RequestState, check_fit
 from outrider.engine.requests.pages import CacheEvent, CacheEvents
 from outrider.engine.requests.request import Completion, FinishReason, Request, RequestStream, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
@@ -433,7 +433,7 @@ class Engine:
         Raises :class:`ConfigError` if the engines do not match, and :class:`RequestError` for a request that the engine
         cannot serve.
         """
-        handed.check_fits(self.model, self.proposer)
+        check_fit(self._transfer.fit, handed.fit)
         self._decision_log.check_handed_over(handed)
         with self._session.use():
             request = self._admission.arrival(self._session.next_id, handed)

@@ -241,11 +241,7 @@ class GraphRunner(Runner):
         if seq_lens is None:
             return
         for stage in self._which:
-            least = stage.least_lengths(batch.drafted)
-            params = {
-                name: seq_lens.lengths_after(ahead, least.get(name, 0))
-                for name, ahead in stage.host_params(batch.drafted).items()
-            }
+            params = stage.host_params(batch.drafted, seq_lens)
             if params:
                 self._graphs_of(batch)[stage.name].update_params(params, stream=stream)
 
@@ -292,8 +288,7 @@ class GraphRunner(Runner):
         backend, count, features = self._backend, batch.count, batch.features
         exact = backend.speculative_sync.exact_host_lengths
         nothing = HostSeqLens((0,) * count, self._capacity)
-        params = stage.host_params(batch.drafted) if exact else {}
-        least = stage.least_lengths(batch.drafted)
+        params = stage.host_params(batch.drafted, nothing) if exact else {}
 
         loads = self._loads_in_capture
         known = loads and any(name == stage.name and kind[2] == features for name, _, kind in self._captured)
@@ -314,7 +309,7 @@ class GraphRunner(Runner):
             stream=stage.stream,
             inputs=self._buffers.group(*stage.reads, count=count, drafted=batch.drafted),
             outputs=self._buffers.group(*stage.writes, count=count, drafted=batch.drafted),
-            params={name: nothing.lengths_after(ahead, least.get(name, 0)) for name, ahead in params.items()},
+            params=params,
             pool=pool,
         )
         for name in params:

@@ -10,23 +10,54 @@ Between draft and verify of an iteration with a guided request:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from outrider.device import KernelSet
+from outrider.device import KernelSet, PinnedBuffer
+from outrider.engine.guides.grammars import ALLOW_ALL_WORD, mask_words
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.request import Request
 from outrider.engine.stages import DecodeBatch, Frame
-from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.parts import EngineParts, ring_entries
+from outrider.speculative.proposer import Draft
 
 
 class GuidedDecoding:
-    """The masks of one engine's guided requests. The host walks their grammars."""
+    """The masks of one engine's guided requests. The host walks their grammars. A request without a guide has masks that
+    allow every token.
+
+    Device buffers, int32 [M, N, W] for drafts and int32 [M, W] for prompts, have pinned rings for the copies. M: maximum
+    number of requests; N: nodes of each request, including the root; W: 32-bit words of a mask. A ring entry is free once
+    the host has read the results of its iteration. The device buffers need no ring, because a guided iteration starts only
+    while no iteration is in flight.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
+        """Allocate the buffers, which exist when this returns: other streams may use them."""
         self._parts = parts
-        self._masks = parts.masks
+        backend, forward, nodes, requests = (
+            parts.backend,
+            parts.streams.forward,
+            parts.proposer.nodes,
+            parts.config.max_requests,
+        )
+        self._words = words = mask_words(parts.model.config.vocab_size)
+        draft_shape, prefill_shape = (requests, nodes + 1, words), (requests, words)
+        with backend.on(forward), backend.guard("allocating the masks of guided requests"):
+            self._draft_masks = torch.full(draft_shape, ALLOW_ALL_WORD, dtype=torch.int32, device=backend.device)
+            self._prefill_masks = torch.full(prefill_shape, ALLOW_ALL_WORD, dtype=torch.int32, device=backend.device)
+            self._draft_ring = self._ring("masks", draft_shape, torch.int32)
+            self._prefill_ring = self._ring("first masks", prefill_shape, torch.int32)
+            self._tokens_ring = self._ring("drafted", (requests, nodes), torch.int64)
+            self._parents_ring = self._ring("parents", (requests, nodes + 1), torch.int64)
+        forward.synchronize()
+
+    def _ring(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[PinnedBuffer]:
+        entries, backend = ring_entries(self._parts.config), self._parts.backend
+        return [backend.empty_pinned(f"{name}[{entry}]", shape, dtype) for entry in range(entries)]
 
     def has_prompts(self, batch: Batch) -> bool:
         """Return True if a prefill chunk of ``batch`` belongs to a guided request, so that its first token needs a mask."""
@@ -36,14 +67,20 @@ class GuidedDecoding:
         """Copy the masks of the first tokens after prompts to the device, on schedule. Schedule has waited for the reads of
         the previous masks.
         """
-        if self.has_prompts(batch):
-            self._masks.upload_prefill_masks(batch.prefill, entry, self._parts.streams.schedule)
+        if not self.has_prompts(batch):
+            return
+        masks = torch.full((len(batch.prefill), self._words), ALLOW_ALL_WORD, dtype=torch.int32)
+        for index, chunk in enumerate(batch.prefill):
+            guidance = chunk.request.guidance
+            if guidance is not None and chunk.is_final and not chunk.request.finished:
+                guidance.fill_next_mask(masks, index)
+        self._upload(masks, self._prefill_ring[entry], self._prefill_masks)
 
     def mask_first_tokens(self, kernels: KernelSet, logits: Tensor) -> Tensor:
         """Return ``logits`` [S, V] of S prefill chunks with -inf at the tokens that guides forbid. Runs on forward, before
         the first tokens are chosen.
         """
-        masks = self._masks.prefill_masks(logits.shape[0])
+        masks = self._prefill_masks[: logits.shape[0]]
         return kernels.apply_token_bitmask(logits.unsqueeze(1), masks.unsqueeze(1)).squeeze(1)
 
     def report_late_prompts(self, requests: Sequence[Request]) -> None:
@@ -55,13 +92,44 @@ class GuidedDecoding:
         """Upload the token masks of each draft node and put their view into ``frame.masks``. The host waits for the draft
         tokens and advances each grammar along them.
         """
-        streams, fences, masks = self._parts.streams, self._parts.fences, self._masks
-        if decode.drafted:
+        streams, fences = self._parts.streams, self._parts.fences
+        count, drafted = len(batch.decode), decode.drafted
+        tokens, parents = [[0] * drafted] * count, [list(range(-1, drafted))] * count
+        if drafted:
             fences.draft_outputs_ready.wait(streams.copy)
-            masks.copy_out(frame.draft, entry, streams.copy)
+            self._copy_out(frame.draft, entry)
             fences.draft_on_host[entry].signal(streams.copy)
-        frame.masks = masks.upload_draft_masks(
-            batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule
-        )
+            fences.draft_on_host[entry].wait_host()
+            tokens = _leading_part(self._tokens_ring[entry].tensor, (count, drafted)).tolist()
+            if frame.draft.tree is not None:
+                parents = _leading_part(self._parents_ring[entry].tensor, (count, drafted + 1)).tolist()
+        masks = torch.full((count, drafted + 1, self._words), ALLOW_ALL_WORD, dtype=torch.int32)
+        for index, request in enumerate(batch.decode):
+            if request.guidance is not None and not request.finished:
+                request.guidance.fill_draft_masks(tokens[index], parents[index], masks[index])
+        frame.masks = self._upload(masks, self._draft_ring[entry], self._draft_masks)
         fences.masks_ready.signal(streams.schedule)
         fences.masks_ready.wait(streams.forward)
+
+    def _copy_out(self, draft: Draft, entry: int) -> None:
+        """Copy the draft tokens, and the parents of a tree, to pinned ring entry ``entry`` on the copy stream."""
+        copies = [(self._tokens_ring[entry], draft.tokens)]
+        if draft.tree is not None:
+            copies.append((self._parents_ring[entry], draft.tree.parents))
+        for pinned, value in copies:
+            pinned.renew()
+            target = _leading_part(pinned.tensor, value.shape)
+            self._parts.backend.copy_async(target, value, stream=self._parts.streams.copy)
+
+    def _upload(self, masks: Tensor, pinned: PinnedBuffer, device: Tensor) -> Tensor:
+        """Copy ``masks`` to ``device`` through ``pinned``, on schedule. Return the part of ``device`` that has them."""
+        pinned.renew()
+        source, target = _leading_part(pinned.tensor, masks.shape), _leading_part(device, masks.shape)
+        source.copy_(masks)
+        self._parts.backend.copy_async(target, source, stream=self._parts.streams.schedule)
+        return target
+
+
+def _leading_part(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the first elements of ``tensor`` in the smaller shape of a batch."""
+    return tensor.view(-1)[: math.prod(shape)].view(*shape)

@@ -183,7 +183,7 @@ class Prefill:
             options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
         if features.logprobs is not None:
             reported = kernels.logprobs(logits.unsqueeze(1), first.unsqueeze(1), features.logprobs)
-            parts.results.write_prefill_logprobs(*reported)
+            parts.results.write_logprobs(*reported, prefill=True)
         return first
 
     def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:

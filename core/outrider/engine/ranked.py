@@ -19,7 +19,7 @@ from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
-from outrider.engine.state.options import BatchOptions, late_guidance_indices
+from outrider.engine.state.options import BatchOptions
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED, PendingResult
 from outrider.engine.state.staging import PrefillInputs
@@ -105,6 +105,15 @@ class RankedPrefill(Prefill):
         self._parts.results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
 
 
+def _late_guidance_indices(requests: Sequence[Request]) -> list[int]:
+    """Return the indices of requests whose masks took longer than the time limit."""
+    return [
+        index
+        for index, request in enumerate(requests)
+        if request.guidance is not None and request.guidance.exceeded_time_limit
+    ]
+
+
 class DeciderGuidedDecoding(GuidedDecoding):
     """The guided decoding of the decider. It writes a host failure for each request whose masks exceeded the time limit, so
     that all ranks end the request.
@@ -112,14 +121,14 @@ class DeciderGuidedDecoding(GuidedDecoding):
 
     def report_late_prompts(self, requests: Sequence[Request]) -> None:
         """Write a host failure for each request whose walk took too long, on forward."""
-        late = dict.fromkeys(late_guidance_indices(requests), "")
+        late = dict.fromkeys(_late_guidance_indices(requests), "")
         self._parts.results.write_host_failures(GUIDE_LATE, late, prefill=True)
 
     def mask_draft(self, batch: Batch, decode: DecodeBatch, frame: Frame, entry: int) -> None:
         """Put the token masks into ``frame``, and write a host failure for each walk that took too long."""
         super().mask_draft(batch, decode, frame, entry)
         with self._parts.backend.on(self._parts.streams.forward):
-            late = dict.fromkeys(late_guidance_indices(batch.decode), "")
+            late = dict.fromkeys(_late_guidance_indices(batch.decode), "")
             self._parts.results.write_host_failures(GUIDE_LATE, late)
 
 

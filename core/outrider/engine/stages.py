@@ -136,16 +136,11 @@ class Stage(ABC):
         del drafted
         return True
 
-    def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Return the host parameters of the stage's attention, by name, and by how many tokens each exceeds the requests'
-        lengths. The default has none.
+    def host_params(self, drafted: int, seq_lens: HostSeqLens) -> Mapping[str, tuple[int, ...]]:
+        """Return the host parameters of the stage's attention by name: the KV lengths of requests that have ``seq_lens``
+        cached tokens. The default has none.
         """
-        del drafted
-        return {}
-
-    def least_lengths(self, drafted: int) -> Mapping[str, int]:
-        """Return the minimum of each length in ``host_params`` whose minimum is not 0."""
-        del drafted
+        del drafted, seq_lens
         return {}
 
 
@@ -193,13 +188,13 @@ class DraftStage(Stage):
         """Return True if the iteration drafts tokens."""
         return drafted > 0
 
-    def host_params(self, drafted: int) -> Mapping[str, int]:
+    def host_params(self, drafted: int, seq_lens: HostSeqLens) -> Mapping[str, tuple[int, ...]]:
         """Return the host parameters of the draft passes for this draft length.
 
         A device may refuse to rebind parameters of passes that a graph lacks.
         """
         declared = self._parts.proposer.host_lengths_of(drafted) or {} if drafted else {}
-        return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
+        return {name: seq_lens.lengths_after(ahead) for name, ahead in declared.items() if not name.startswith("extend")}
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Write the draft into the static buffers; write nothing if the batch drafts no tokens."""
@@ -326,9 +321,9 @@ class Verify(Stage):
         "sampling options",
     )
 
-    def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Return the number of verified tokens per request, which attention adds to the cached lengths."""
-        return {"verify": drafted + 1}
+    def host_params(self, drafted: int, seq_lens: HostSeqLens) -> Mapping[str, tuple[int, ...]]:
+        """Return the lengths that include the verified tokens."""
+        return {"verify": seq_lens.lengths_after(drafted + 1)}
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Verify, publish the lengths, and copy the hidden states that draft-extend reads into static buffers.
@@ -366,7 +361,7 @@ class Verify(Stage):
             options.commit(kernels, tokens)
         if features.logprobs is not None:
             along = logits if path is None else logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-            results.write_decode_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
+            results.write_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
         kernels.publish_accepted(
             inputs.rows,
             inputs.seq_lens,
@@ -526,16 +521,15 @@ class Extend(Stage):
         del drafted
         return self._parts.has_extend_work
 
-    def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Return the host parameters of the draft's passes over the accepted tokens."""
-        declared = self._parts.proposer.host_lengths or {}
+    def host_params(self, drafted: int, seq_lens: HostSeqLens) -> Mapping[str, tuple[int, ...]]:
+        """Return the host parameters of the draft's passes over the accepted tokens. A pass may have a minimum length."""
+        declared, widths = self._parts.proposer.host_lengths or {}, self._parts.proposer.host_widths
         new_tokens = self._new_tokens(drafted)
-        return {name: new_tokens + ahead for name, ahead in declared.items() if name.startswith("extend")}
-
-    def least_lengths(self, drafted: int) -> Mapping[str, int]:
-        """Return the minimum KV length of each draft pass, by host-parameter name."""
-        new_tokens = self._new_tokens(drafted)
-        return {name: new_tokens + more for name, more in self._parts.proposer.host_widths.items()}
+        return {
+            name: seq_lens.lengths_after(new_tokens + ahead, new_tokens + widths[name] if name in widths else 0)
+            for name, ahead in declared.items()
+            if name.startswith("extend")
+        }
 
     def _new_tokens(self, drafted: int) -> int:
         """Return how many tokens per request the draft cache gains in draft-extend: those of verify, or the moved path of a
@@ -601,7 +595,7 @@ class Extend(Stage):
         the draft's passes add to.
         """
         attention, seq_lens_host = frame.path_attention or frame.verify_attention, batch.seq_lens_host
-        if seq_lens_host is None or not self.host_params(batch.drafted):
+        if seq_lens_host is None or not self.host_params(batch.drafted, seq_lens_host):
             return attention, seq_lens_host
         seq_lens_host = replace(seq_lens_host, values=seq_lens_host.lengths_after(self._new_tokens(batch.drafted)))
         return replace(attention, seq_lens_host=seq_lens_host.host_param("extend", 0)), seq_lens_host

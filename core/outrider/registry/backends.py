@@ -183,11 +183,9 @@ class Registry:
 
     def _create(self, spec: BackendSpec) -> Backend:
         plugins = self.backends
-        offer = plugins.offer(spec.name)
-        info = plugins.usable_info(offer)
+        info = plugins.usable_info(spec.name)
         options = {key: value for key, value in spec.options.items() if key != KERNELS_OPTION}
         backend: Backend = plugins.create(
-            offer,
             info,
             failure=f"backend {spec.name!r} is installed but device {spec.ordinal} couldn't be opened",
             advice=info.advice or "run `outrider doctor`",
@@ -201,14 +199,13 @@ class Registry:
     def _choose_kernels(self, backend: Backend, backend_name: str, name: str) -> None:
         """Load the kernel set called ``name``, and let ``backend`` use it. ``backend_name`` is for error messages."""
         plugins = self.kernels
-        offer = plugins.offer(name)
-        info = plugins.usable_info(offer)
+        info = plugins.usable_info(name)
         if info.backends and backend_name not in info.backends:
             raise ConfigError(
-                f"kernel set {name!r} of {distribution_of(offer)} is for {', '.join(info.backends)}, not for {backend_name!r}"
+                f"kernel set {name!r} of {distribution_of(plugins.offer(name))} is for {', '.join(info.backends)}, not for "
+                f"{backend_name!r}"
             )
         kernels = plugins.create(
-            offer,
             info,
             failure=f"kernel set {name!r} is installed but couldn't be made for {backend.label}",
             advice=info.advice,

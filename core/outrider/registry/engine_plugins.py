@@ -57,9 +57,8 @@ def plugin_builders(name: str, other_builders: Collection[str] = ()) -> Mapping[
         installed = f"; plugins: {', '.join(plugins.names)}" if plugins.names else "; no plugin brings another one"
         names = ", ".join(sorted({*BUILTIN_PROPOSERS, *other_builders}))
         raise ConfigError(f"speculate is {speculate!r}; expected one of {names}{installed}")
-    offer = plugins.offer(name)
-    info = plugins.usable_info(offer)
-    return {name: lambda options: plugins.create(offer, info, options=options)}
+    info = plugins.usable_info(name)
+    return {name: lambda options: plugins.create(info, options=options)}
 
 
 def get_transport(name: str) -> Transport:
@@ -82,12 +81,11 @@ def get_transport(name: str) -> Transport:
     plugins, spec = Plugins(group), parse_spec(name)
     if spec.name not in plugins.names:
         raise ConfigError(f"there is no transport {spec.name!r}; expected one of {', '.join(plugins.names)}")
-    offer = plugins.offer(spec.name)
-    info = plugins.usable_info(offer)
+    info = plugins.usable_info(spec.name)
     unknown = sorted(set(spec.options) - set(info.options))
     if unknown:
         raise ConfigError(
             f"the transport {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(info.options) or 'none'}"
         )
-    transport: Transport = plugins.create(offer, info, options=spec.options)
+    transport: Transport = plugins.create(info, options=spec.options)
     return transport

@@ -220,11 +220,11 @@ class Plugins(Generic[Info]):
         """Return the description of the named plugin. Loads only this plugin."""
         return self.describe(self.offer(name))
 
-    def usable_info(self, offer: EntryPoint) -> Info:
-        """Return the description of a plugin. Raises :class:`BackendLoadError` if it can't run on this machine."""
-        info = self.describe(offer)
+    def usable_info(self, name: str) -> Info:
+        """Return the description of the named plugin. Raises :class:`BackendLoadError` if it can't run on this machine."""
+        info = self.info(name)
         if not info.usable:
-            failure = f"{self.group.noun} {offer.name!r} is installed but can't run here"
+            failure = f"{self.group.noun} {name!r} is installed but can't run here"
             raise BackendLoadError(sentence(failure, info.reason, info.advice))
         return info
 
@@ -234,7 +234,7 @@ class Plugins(Generic[Info]):
         results = self._manager.subset_hook_caller(hook, others)(**arguments)
         return results[0] if results else None  # pluggy omits results that are None
 
-    def create(self, offer: EntryPoint, info: Info, *, failure: str = "", advice: str = "", **arguments: Any) -> Any:
+    def create(self, info: Info, *, failure: str = "", advice: str = "", **arguments: Any) -> Any:
         """Create the product of a described plugin, and adapt it to this interface version.
 
         Raises the plugin's own :class:`OutriderError`, or :class:`BackendLoadError` with the texts ``failure`` and
@@ -248,13 +248,13 @@ class Plugins(Generic[Info]):
         except (OutriderError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            failure = failure or f"{label_of(offer)}: hook {group.create} failed"
+            failure = failure or f"{label_of(self.offer(info.name))}: hook {group.create} failed"
             raise BackendLoadError(sentence(failure, describe_error(error), advice)) from error
         module, _, expected = group.product.rpartition(".")
         if not isinstance(product, getattr(import_module(module), expected)):
             raise PluginContractError(
-                f"{label_of(offer)}: hook {group.create} returned {type_name(product)}, expected a {expected}; the class "
-                f"must subclass {group.product}"
+                f"{label_of(self.offer(info.name))}: hook {group.create} returned {type_name(product)}, expected a "
+                f"{expected}; the class must subclass {group.product}"
             )
         return product
 

@@ -102,6 +102,7 @@ class _DraftModelBase(CachedProposer):
     name = "draft-model"
     lookahead = 0  # the cache entry of a position depends on no later token
     reads_hidden = False
+    _tokens_ahead = 1
 
     @property
     def max_context(self) -> int:
@@ -118,8 +119,6 @@ class DraftModelProposer(_DraftModelBase, ChainProposer):
     """A proposer of chains of K tokens from a draft model. It relays the first token and, for requests that sample, the
     distribution of that token.
     """
-
-    _tokens_ahead = 1
 
     def __init__(self, model: LanguageModel, *, target: LanguageModel, draft_tokens: int, context: int | None = None) -> None:
         """Create a proposer of chains of the draft ``model``.
@@ -162,13 +161,8 @@ class DraftModelProposer(_DraftModelBase, ChainProposer):
         model, count = self._model, inputs.count or self._draft_tokens
         following = self.next_positions(model.kernels, inputs, count=count + 1)
         for step in range(len(tokens), count):
-            flat = ForwardInput(
-                tokens[-1] if tokens else inputs.last_tokens,
-                text_rope_positions(model.config.rope, following.positions[step], inputs.mrope_position_deltas),
-                following.slots[step],
-                following.attention(step, f"draft.{step}"),
-                states=states,
-            )
+            token = tokens[-1] if tokens else inputs.last_tokens
+            flat = following.pass_input(step, token, model.config.rope, f"draft.{step}", states)
             logits = model.logits(model.forward(flat, cache))
             token, distribution = sample_draft(model.kernels, logits, inputs, following.positions[step + 1])
             tokens.append(token)
@@ -284,27 +278,6 @@ class DraftModelTreeProposer(_DraftModelBase, TreeProposer):
         TreeProposer.__init__(self, model.config, model.cache_dtype, shape)
         self._model = model
 
-    @property
-    def slots(self) -> int:
-        """Number of slots that verify, draft-extend, or the last token with the expanded nodes write, the largest of the
-        three.
-        """
-        shape = self._shape
-        return max(shape.nodes + 1, shape.depth + 2, shape.expanded + 1)
-
-    @property
-    def relay(self) -> tuple[RelaySpec, ...]:
-        """The T most likely first tokens and their log-probabilities, per request."""
-        branches = self._shape.branches
-        return (RelaySpec("tokens", (branches,), torch.int64), RelaySpec("scores", (branches,), torch.float32))
-
-    @property
-    def host_lengths(self) -> Mapping[str, int]:
-        """Host parameters of the passes: draft-extend adds one token, each level's draft pass its nodes and
-        the last token.
-        """
-        return {"extend": 1, **{f"draft.{nodes}": nodes + 1 for nodes in self._shape.levels}}
-
     def draft(self, inputs: DraftInputs) -> Draft:
         """Grow the tree from the relayed first tokens with D - 1 passes, each over all nodes expanded so far."""
         model = self._model
@@ -312,7 +285,7 @@ class DraftModelTreeProposer(_DraftModelBase, TreeProposer):
         def expand(level: Level) -> Tensor:
             # The last token's keys and values follow the cached ones; the nodes follow the last token.
             positions = inputs.seq_lens.unsqueeze(1) + level.depths
-            flat = self.level_input(inputs, level, model.config.rope, positions, ahead=1)
+            flat = self.level_input(inputs, level, model.config.rope, positions)
             hidden = model.forward(flat, self.cache).view(*level.tokens.shape, -1)
             return model.logits(hidden[:, -level.fresh :])
 

@@ -25,7 +25,6 @@ from outrider.speculative.proposer import (
     TreeProposer,
     extend_rope_positions,
     sample_draft,
-    text_rope_positions,
     too_many_branches,
 )
 from outrider.speculative.tree import DynamicTree, Level, most_likely
@@ -111,11 +110,7 @@ class EagleProposer(EagleHeadProposer, ChainProposer):
         count = inputs.count or self._draft_tokens
         following = self.next_positions(self.head.kernels, inputs, count=count + 1)
         for step in range(1, count):
-            index = step - 1
-            rope_positions = text_rope_positions(
-                self.head.config.rope, following.positions[index], inputs.mrope_position_deltas
-            )
-            flat = ForwardInput(token, rope_positions, following.slots[index], following.attention(index, f"draft.{step}"))
+            flat = following.pass_input(step - 1, token, self.head.config.rope, f"draft.{step}")
             hidden = self.head.forward(flat, hidden, self.cache)
             token, distribution = self._sample_draft(hidden, inputs, following.positions[step + 1])
             tokens.append(token)
@@ -157,24 +152,10 @@ class EagleTreeProposer(EagleHeadProposer, TreeProposer):
         self.name = _name_of(head)
 
     @property
-    def slots(self) -> int:
-        """Number of slots after the cached tokens that verify writes, or that the expanded nodes need if that is more."""
-        return max(self._shape.nodes + 1, self._shape.expanded)
-
-    @property
     def relay(self) -> tuple[RelaySpec, ...]:
         """The T first draft tokens, their log-probabilities, and the head's hidden state [H] for them, per request."""
-        branches = self._shape.branches
-        return (
-            RelaySpec("tokens", (branches,), torch.int64),
-            RelaySpec("scores", (branches,), torch.float32),
-            RelaySpec("hidden", (self.head.config.hidden_size,), self.head.target.dtype),
-        )
-
-    @property
-    def host_lengths(self) -> Mapping[str, int]:
-        """Host parameters of the passes: draft-extend adds no token, each level's draft pass adds the level's nodes."""
-        return {"extend": 0, **{f"draft.{nodes}": nodes for nodes in self._shape.levels}}
+        hidden = RelaySpec("hidden", (self.head.config.hidden_size,), self.head.target.dtype)
+        return (*super().relay, hidden)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Grow the tree from the relayed first tokens with D - 1 passes, each over all nodes expanded so far."""
@@ -191,7 +172,7 @@ class EagleTreeProposer(EagleHeadProposer, TreeProposer):
                 parents = level.parents[:, -level.fresh :].unsqueeze(-1).expand(-1, -1, root.shape[-1])
                 features = torch.cat((features, outputs.gather(1, parents)), dim=1)
             positions = inputs.seq_lens.unsqueeze(1) + level.depths - 1  # an EAGLE pair has the position of its hidden state
-            flat = self.level_input(inputs, level, rope, positions, ahead=0)
+            flat = self.level_input(inputs, level, rope, positions)
             hidden = self.head.forward(flat, features.flatten(0, 1), self.cache)
             outputs = hidden.view(batch, nodes, -1)
             return self.head.logits(outputs[:, -level.fresh :])

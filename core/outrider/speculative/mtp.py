@@ -49,16 +49,11 @@ class MtpProposer(CachedProposer):
             )
         if branches > heads[0].draft_vocab_size:
             raise too_many_branches(branches, heads[0].draft_vocab_size)
-        self._heads = tuple(heads[:count])
+        self._heads, self._draft_tokens = tuple(heads[:count]), count
         self._branches = branches
         self._parents = torch.empty(0, dtype=torch.int64)
         config = heads[0].config
         super().__init__(replace(config, num_layers=count, windows=config.windows * count), dtype=heads[0].target.dtype)
-
-    @property
-    def depth(self) -> int:
-        """K, the number of heads that draft."""
-        return len(self._heads)
 
     @property
     def nodes(self) -> int:

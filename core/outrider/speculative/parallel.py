@@ -66,11 +66,6 @@ class BlockProposer(HeadProposer):
         self._zeros = torch.empty(0)
 
     @property
-    def depth(self) -> int:
-        """K, the number of drafted tokens."""
-        return self._draft_tokens
-
-    @property
     def host_lengths(self) -> Mapping[str, int]:
         """Host parameter of the draft pass: the block adds K + 1 tokens. Draft-extend has no attention."""
         return {"draft.block": self._draft_tokens + 1}
@@ -155,11 +150,6 @@ class PEagleProposer(EagleHeadProposer):
         """Allocate the head's KV cache, and a constant tensor of zero temperatures for greedy drafts."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         self._zeros = torch.zeros(MAX_BATCH_REQUESTS * self._draft_tokens, device=backend.device)
-
-    @property
-    def depth(self) -> int:
-        """K, the number of drafted tokens."""
-        return self._draft_tokens
 
     @property
     def slots(self) -> int:

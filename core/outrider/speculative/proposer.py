@@ -27,6 +27,7 @@ from outrider.model import (
     ModelConfig,
     RecurrentConfig,
     RopeConfig,
+    StateInput,
     speculative_positions,
 )
 from outrider.speculative.tree import DynamicTree, Level, Tree
@@ -496,24 +497,33 @@ class DraftPositions:
         columns = (self.positions.t(), self.slots.t(), self._seq_lens.t())
         kernels.place_tokens(inputs.seq_lens, inputs.tables, page_size, UNBOUNDED, *columns)
 
-    def attention(self, index: int, host_name: str) -> AttentionMetadata:
-        """Return the metadata of the pass over the tokens at ``index``. ``host_name`` is the name of its host parameter."""
-        inputs, num_tokens = self._inputs, index + 1
-        return AttentionMetadata(
+    def pass_input(
+        self, index: int, tokens: Tensor, rope: RopeConfig, host_name: str, states: StateInput | None = None
+    ) -> ForwardInput:
+        """Return the pass over ``tokens`` int64 [B], which follow the cached tokens as number ``index``, from 0.
+
+        ``host_name`` is the name of the pass's host parameter.
+        """
+        inputs, lens, num_tokens = self._inputs, self._inputs.seq_lens_host, index + 1
+        attention = AttentionMetadata(
             query_start=self._query_start,
             seq_lens=self._seq_lens[index],
             block_table=inputs.tables,
             max_query=1,
             max_kv=inputs.max_kv,
             uniform=True,
-            seq_lens_host=inputs.seq_lens_host.host_param(host_name, num_tokens)
-            if inputs.seq_lens_host is not None
-            else None,
+            seq_lens_host=None if lens is None else lens.host_param(host_name, num_tokens),
         )
+        positions = text_rope_positions(rope, self.positions[index], inputs.mrope_position_deltas)
+        return ForwardInput(tokens, positions, self.slots[index], attention, states=states)
 
 
 class CachedProposer(Proposer):
     """A proposer with keys and values of the layers of ``config``, in pages with the target's page numbers."""
+
+    _draft_tokens: int
+    _tokens_ahead = 0
+    """Number of tokens by which draft-extend's passes exceed the accepted tokens."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config
@@ -521,6 +531,11 @@ class CachedProposer(Proposer):
         self._cache: KVCache | None = None
         self._page_size = 0
         self._query_start = torch.empty(0, dtype=torch.int32)
+
+    @property
+    def depth(self) -> int:
+        """The number of drafted tokens, or of those on the longest path of a tree."""
+        return self._draft_tokens
 
     @property
     def token_bytes(self) -> int:
@@ -555,15 +570,6 @@ class CachedProposer(Proposer):
 
 class ChainProposer(CachedProposer):
     """Base class of proposers of chains whose first token is relayed, with one draft pass for each further token."""
-
-    _draft_tokens: int
-    _tokens_ahead = 0
-    """Number of tokens by which draft-extend's passes exceed the accepted tokens."""
-
-    @property
-    def depth(self) -> int:
-        """K, the number of drafted tokens."""
-        return self._draft_tokens
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
@@ -604,26 +610,36 @@ class TreeProposer(CachedProposer):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, shape: DynamicTree) -> None:
         super().__init__(config, dtype)
-        self._shape = shape
-
-    @property
-    def depth(self) -> int:
-        """D, the longest path of the shape."""
-        return self._shape.depth
+        self._shape, self._draft_tokens = shape, shape.depth
 
     @property
     def nodes(self) -> int:
         """K, the number of nodes of the shape."""
         return self._shape.nodes
 
-    def level_input(
-        self, inputs: DraftInputs, level: Level, rope: RopeConfig, positions: Tensor, *, ahead: int
-    ) -> ForwardInput:
-        """Return the pass over the nodes of ``level`` at ``positions`` int64 [B, M].
+    @property
+    def slots(self) -> int:
+        """Number of slots that verify, draft-extend or the expanded nodes write, the largest of the three."""
+        shape, ahead = self._shape, self._tokens_ahead
+        return max(shape.nodes + 1, shape.depth + 1 + ahead, shape.expanded + ahead)
 
-        ``ahead`` tokens lie between the cached tokens and the first node's slot.
+    @property
+    def relay(self) -> tuple[RelaySpec, ...]:
+        """The T first draft tokens and their log-probabilities, per request."""
+        branches = self._shape.branches
+        return (RelaySpec("tokens", (branches,), torch.int64), RelaySpec("scores", (branches,), torch.float32))
+
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """Host parameters of draft-extend, and of each level's draft pass, which adds the level's nodes."""
+        ahead = self._tokens_ahead
+        return {"extend": ahead, **{f"draft.{nodes}": nodes + ahead for nodes in self._shape.levels}}
+
+    def level_input(self, inputs: DraftInputs, level: Level, rope: RopeConfig, positions: Tensor) -> ForwardInput:
+        """Return the pass over the nodes of ``level`` at ``positions`` int64 [B, M]. Their slots follow the cached tokens and
+        the tokens by which draft-extend exceeds them.
         """
-        batch, nodes = level.tokens.shape
+        (batch, nodes), ahead = level.tokens.shape, self._tokens_ahead
         device = level.tokens.device
         lens = inputs.seq_lens_host
         attention = AttentionMetadata(

@@ -31,7 +31,7 @@ REASONS: dict[str, str] = {
     "PageKey.__eq__: leave an operand out: isinstance(other, PageKey) and self.parent is other.parent and (self.tokens": (
         "matters where two hashes are the same: tests/engine/test_pages.py compares such keys"
     ),
-    "DraftPositions.attention: one more: 1 → 2 (2)": (
+    "DraftPositions.pass_input: one more: 1 → 2 (2)": (
         "kernels that take queries apart: tests/speculative/test_proposers.py (uniform)"
     ),
     "PrefillGraphs.bucket: change a flag: True → False": "costs alone: tests/engine/test_prefill_graphs.py",
@@ -67,7 +67,7 @@ REASONS: dict[str, str] = {
         "rows that nobody walks: tests/engine/test_guided.py"
     ),
     "Guidance.fill_draft_masks: one more: 0 → 1 (3)": "trees under guides: tests/engine/test_guided.py",
-    "LogprobBuffers.__init__: one more: 1 → 2": "equivalent: a column more, which nobody reads",
+    "Results.__init__: one more: 1 → 2 (3)": "equivalent: a column more, which nobody reads",
     "_build_scheduler: one more: 1 → 2 (3)": "a default: tests/engine/test_mixed_batches.py reads it",
     "Results.__init__: one more: 2 → 3 (2)": "equivalent: rows more, which nobody reads",
     "MtpProposer._pass_input: one more: 0 → 1 (4)": "equivalent: what attention gives for padding is dropped",

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.composition import composes
-from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
+from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs, composes
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.residual import SINGLE_RANK, Computed, RankBoundary, ResidualStream

@@ -13,9 +13,8 @@ from typing import Any, Self
 from outrider.device.errors import CapabilityError
 from outrider.device.kernels.blocks import BlockKernels
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.composition import parts_of
 from outrider.device.kernels.formats import CACHE_FORMATS
-from outrider.device.kernels.metadata import DecoderShape, TuningProgress, TuningResult
+from outrider.device.kernels.metadata import DecoderShape, TuningProgress, TuningResult, parts_of
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels

@@ -1,15 +1,39 @@
-"""Metadata of kernels: shapes and operands of attention, rows of requests, sizes of a decoder and results of tuning."""
+"""Metadata of kernels: the parts of composed ones, shapes and operands of attention, rows of requests, sizes of a decoder,
+results of tuning.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from outrider.device.graph import HostParam
+
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+def composes(*parts: str) -> Callable[[Method], Method]:
+    """Mark a default as a composition of the primitives ``parts``.
+
+    A subclass that overrides one of them gets the default back, so that its primitive is called, unless the subclass also
+    overrides the composed method.
+    """
+
+    def mark(method: Method) -> Method:
+        method.parts = frozenset(parts)  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def parts_of(method: Callable[..., object]) -> frozenset[str]:
+    """Return the primitives that the default ``method`` composes; none for a primitive."""
+    parts: frozenset[str] = getattr(method, "parts", frozenset())
+    return parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from outrider.device.errors import ConfigError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.composition import composes
-from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
+from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs, composes
 from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.weights import QuantizedWeight, Weight, linear
 

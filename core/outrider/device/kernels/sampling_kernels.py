@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.composition import composes
+from outrider.device.kernels.metadata import composes
 from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.reference.model import LANE_DRAFT, LANE_SAMPLE
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import DeviceError
+from outrider.engine.ranks.records import decode, encode
 
 if TYPE_CHECKING:
     from outrider.engine.ranks.ranks import Ranks
@@ -36,16 +37,6 @@ class Heartbeat:
     progress: str = ""
     """The last decision and collective of the rank, for error messages."""
 
-    def encode(self) -> str:
-        """Return the heartbeat as text."""
-        return f"{self.number} {int(self.has_decided)} {self.calls} {self.process} {self.progress}"
-
-    @classmethod
-    def decode(cls, text: str) -> Heartbeat:
-        """Return the heartbeat that :meth:`encode` wrote."""
-        number, has_decided, calls, process, progress = text.split(" ", 4)
-        return cls(number=int(number), has_decided=has_decided == "1", calls=int(calls), process=process, progress=progress)
-
 
 class KeyValueStore:
     """Heartbeats of all ranks and the first failure, as text in the store that all ranks share."""
@@ -56,12 +47,13 @@ class KeyValueStore:
 
     def publish_heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
         """Publish a heartbeat of ``rank``."""
-        self._store.set(f"{self._name}/beat/{rank}", heartbeat.encode())
+        self._store.set(f"{self._name}/beat/{rank}", encode(heartbeat, Heartbeat))
 
     def last_heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of ``rank``, or None before the first one."""
         text = self._get(f"{self._name}/beat/{rank}")
-        return None if text is None else Heartbeat.decode(text)
+        heartbeat: Heartbeat | None = None if text is None else decode(text, Heartbeat)
+        return heartbeat
 
     def last_progress(self, rank: int) -> str:
         """Return the progress in the last heartbeat of ``rank``, or a text that says that there was none."""

@@ -76,33 +76,19 @@ class DraftLengthPolicy(ABC):
         del drafted, accepted, repeats
 
 
-class FixedLength(DraftLengthPolicy):
-    """A policy with one draft length. For trees, whose shape never changes, the length counts all nodes.
+class LengthSchedule(DraftLengthPolicy):
+    """A policy that repeats a given sequence of lengths; a sequence of one is a fixed length. For trees, whose shape never
+    changes, the length counts all nodes.
 
-    With a ``context``, longer requests are not drafted for.
+    With a ``context``, longer requests are not drafted for. With ``widths``, each request gets the next length of the
+    sequence.
     """
 
     needs_acceptance = reads_load = False
 
-    def __init__(self, length: int, *, context: int | None = None) -> None:
-        super().__init__((length,) if context is None else (0, length))
-        self.context = context
-
-    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
-        """Return the policy's fixed draft length."""
-        del requests, cached, repeats
-        return self.lengths[-1]
-
-
-class LengthSchedule(DraftLengthPolicy):
-    """A policy for warm-ups and tests that cycles through a given sequence of lengths.
-
-    With ``widths``, each request gets the next length of the sequence.
-    """
-
-    def __init__(self, schedule: Sequence[int], widths: tuple[int, ...] = ()) -> None:
-        super().__init__(schedule)
-        self.widths = widths
+    def __init__(self, schedule: Sequence[int], widths: tuple[int, ...] = (), *, context: int | None = None) -> None:
+        super().__init__(schedule if context is None else (0, *schedule))
+        self.widths, self.context = widths, context
         self._schedule = tuple(schedule)
         self._num_chosen = 0
 

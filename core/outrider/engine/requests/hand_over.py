@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-import torch
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError, Fence, Stream
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
-from outrider.model import LanguageModel, Media, ModelConfig
+from outrider.model import LanguageModel, Media, Shard, Shards
 from outrider.speculative.proposer import Proposer
 
 
@@ -55,11 +54,8 @@ class HandOver(RequestState):
     """Convolution state, then delta state, of each recurrent layer of the target and then the proposer: [1, ...] on
     ``backend``.
     """
-    model: ModelConfig = field(repr=False)
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    proposer: str
-    """The name of the proposer."""
+    fit: Mapping[str, str] = field(repr=False)
+    """The properties of the sender's engine, see :func:`engine_fit`."""
     backend: Backend = field(repr=False)
     stream: Stream = field(repr=False)
     """The stream that writes the tensors."""
@@ -70,49 +66,45 @@ class HandOver(RequestState):
     group: int = 0
     """The data-parallel group that ran the request. Ranks of other groups have no tensors."""
 
-    def check_fits(self, model: LanguageModel, proposer: Proposer) -> None:
-        """Raise :class:`ConfigError` unless an engine of ``model`` and ``proposer`` can continue the request."""
-        config, dtype = model.config, model.dtype
-        if config != self.model:
-            names = [each.name for each in fields(config)]
-            differing = [name for name in names if getattr(config, name) != getattr(self.model, name)]
-            raise ConfigError(f"the request comes from an engine of another model: {', '.join(differing)} differ")
-        if dtype != self.dtype:
-            raise ConfigError(f"the request comes from an engine of dtype {self.dtype}, this one has {dtype}")
-        if model.cache_dtype != self.cache_dtype:
-            raise ConfigError(
-                f"the request comes from an engine whose KV cache is in {self.cache_dtype}, this one's is in "
-                f"{model.cache_dtype}; build both with the same kv_dtype"
-            )
-        if proposer.name != self.proposer:
-            raise ConfigError(
-                f"the request comes from an engine whose proposer is {self.proposer!r}, this one's is {proposer.name!r}"
-            )
-        if not self.keys_values:
-            return  # this rank is in another data-parallel group than the request
-        own = 0 if config.recurrent is None else 2 * len(config.recurrent.layers)
-        states = [state for layer in proposer.states for state in layer]
-        sent = [_shapes(self.draft_caches, 1), _shapes(self.states[own:], 1)]
-        expected = [_shapes(proposer.caches, 2), _shapes(states, 1)]
-        relay = {name: _shape(value, 1) for name, value in self.relay.items()}
-        declared = {spec.name: (spec.shape, spec.dtype) for spec in proposer.relay}
-        if (sent, relay) != (expected, declared):
-            raise ConfigError(
-                f"the request comes from an engine whose proposer {self.proposer!r} has other caches or relays something "
-                f"else: {sent}, {relay}, this one {expected}, {declared}; build both with the same draft model and draft "
-                "options"
-            )
+
+KV_DIMS = 4
+"""Dimensions of a cache of keys or values: [pages, page size, KV heads, head size]. Ranks share no other caches."""
 
 
-def _shape(tensor: Tensor, leading_dims: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the tensor's shape without its first ``leading_dims`` dimensions, and its dtype, for comparison with another
-    engine's.
+def engine_fit(model: LanguageModel, proposer: Proposer, shards: Shards | None = None) -> dict[str, str]:
+    """Return the properties, as text by name, that must be equal for one engine to continue the other's requests.
+
+    ``shards``: of an engine of one rank, the properties that its first rank would have if several ranks shared the model.
+    Raises :class:`ConfigError` for a model that so many ranks can't share.
     """
-    return tuple(tensor.shape[leading_dims:]), tensor.dtype
+    shards = shards or Shards()
+    config, recurrent = shards.local(model.config, "the prefill server's model"), proposer.recurrent
+    caches = [(_slot_shape(cache, shards.attention), cache.dtype) for cache in proposer.caches]
+    return {f"model.{each.name}": repr(getattr(config, each.name)) for each in fields(config)} | {
+        "dtype": str(model.dtype),
+        "kv_dtype": str(model.cache_dtype),
+        "proposer": proposer.name,
+        "proposer.caches": repr(caches),
+        "proposer.recurrent": repr(recurrent and recurrent.shard(shards.attention.size)),
+        "proposer.relay": repr({spec.name: (spec.shape, spec.dtype) for spec in proposer.relay}),
+    }
 
 
-def _shapes(tensors: Sequence[Tensor], leading_dims: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [_shape(tensor, leading_dims) for tensor in tensors]
+def check_fit(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Raise :class:`ConfigError` that names the differing properties of this engine and the other side's engine."""
+    differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    if differing:
+        listed = "; ".join(f"{name}: {theirs.get(name)} there, {ours.get(name)} here" for name in differing)
+        raise ConfigError(
+            f"the other side's engine doesn't fit this one's: {listed[:2000]}; make both from one model, with one dtype, one "
+            "kv_dtype and one set of draft options"
+        )
+
+
+def _slot_shape(cache: Tensor, rank: Shard) -> tuple[int, ...]:
+    """Return the shape of one token slot of ``cache`` on tensor-parallel rank ``rank``."""
+    shape = tuple(cache.shape[2:])
+    return (shape[0] // rank.kv_head_shard(shape[0]).size, *shape[1:]) if cache.dim() == KV_DIMS else shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

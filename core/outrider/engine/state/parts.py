@@ -9,7 +9,7 @@ from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, state_rows
 from outrider.engine.fences import FenceSet, Streams
 from outrider.engine.setup.checks import check_cache
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
-from outrider.engine.state.options import Masks, OptionTable
+from outrider.engine.state.options import OptionTable
 from outrider.engine.state.plans import AttentionPlans
 from outrider.engine.state.results import HostCopyRing, Probes, Results
 from outrider.engine.state.rows import FutureMap, RowTable
@@ -60,7 +60,6 @@ class EngineParts:
             proposer.allocate_states(backend=backend, rows=state_rows(requests, config.state_checkpoints), requests=requests)
             self.rows = RowTable(rows=requests + 1, pages=table_width, device=device)
             self.options = OptionTable(rows=requests + 1, vocabulary=vocabulary, device=device)
-            self.masks = Masks(backend, proposer, entries=entries, max_requests=requests, vocabulary=vocabulary)
             self.future = FutureMap(kernels, rows=requests + 1, relay=proposer.relay, device=device)
             self.buffers = self._allocate_buffers(table_width)
             self.staging = self._allocate_staging(table_width)

@@ -162,43 +162,6 @@ class HostCopyRing:
         return sources if self._data is None else sources[group]
 
 
-class LogprobBuffers:
-    """Log-probabilities in one int32 tensor [2M, W, 1 + 2n], so that one copy moves all of them.
-
-    Each entry has the float32 bits of the token's value, the float32 bits of n values, and n token ids. The rows are those
-    of :class:`~outrider.engine.state.results.Results`, whose fences also order the accesses.
-    """
-
-    def __init__(
-        self, backend: Backend, *, entries: int, max_requests: int, width: int, most: int, data: Group | None = None
-    ) -> None:
-        """Allocate the buffers. ``width`` is W and ``most`` is n; ``data`` is that of :class:`HostCopyRing`."""
-        self._max_likeliest = most
-        shape = (2 * max_requests, width, 1 + 2 * most)
-        self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
-        self.ring = HostCopyRing(backend, "logprobs", self._device, entries=entries, data=data)
-        """Copies of the buffers for the host, which :meth:`read_entry` reads."""
-
-    def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
-        """Write ``values`` float32 [B, N, 1+c] and ``ids`` int64 [B, N, c] to B rows from ``first_row``. c is at most n."""
-        batch, nodes, count = ids.shape
-        rows = self._device[first_row : first_row + batch, :nodes]
-        rows[..., : 1 + count] = values.contiguous().view(torch.int32)
-        rows[..., 1 + self._max_likeliest : 1 + self._max_likeliest + count] = ids.to(torch.int32)
-
-    def read_entry(
-        self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int, group: int = 0
-    ) -> tuple[TokenLogprobs, ...]:
-        """Return the log-probabilities of ``tokens`` of one row, with ``count`` likeliest tokens each, after the fence."""
-        bits = self.ring.read_entry(entry, generation, group=group)[row, : len(tokens)]
-        values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
-        ids: list[list[int]] = bits[:, 1 + self._max_likeliest : 1 + self._max_likeliest + count].tolist()
-        return tuple(
-            TokenLogprobs(token, value[0], tuple(zip(best, value[1:], strict=True)))
-            for token, value, best in zip(tokens, values, ids, strict=True)
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class PendingResult:
     """The result of one launched iteration that the host has not read. :meth:`Results.read_results` reads it once."""
@@ -234,6 +197,9 @@ class Results:
     Rows 0 to M-1 are decoding requests, rows M to 2M-1 prefill chunks. The columns are the number of accepted tokens, D+1
     tokens padded with -1 (D: length of the longest path), and the probe results.
 
+    Log-probabilities have the same rows, in one int32 tensor [2M, D+1, 1 + 2n], so that one copy moves all of them: the
+    float32 bits of the token's value, the float32 bits of n values, and n token ids.
+
     Each iteration copies its results to a ring entry on the device, so that the next iteration can overwrite the buffer. A
     ring entry is free once the host has read it.
     """
@@ -264,9 +230,10 @@ class Results:
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
         self._zeros = torch.zeros(max_requests, dtype=torch.int64, device=backend.device)
         self._ring = HostCopyRing(backend, "results", self._device, entries=entries, data=data)
-        self._logprobs = LogprobBuffers(
-            backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs, data=data
-        )
+        self._max_logprobs = max_logprobs
+        logprobs_shape = (2 * max_requests, depth + 1, 1 + 2 * max_logprobs)
+        self._logprobs = torch.zeros(logprobs_shape, dtype=torch.int32, device=backend.device)
+        self._logprobs_ring = HostCopyRing(backend, "logprobs", self._logprobs, entries=entries, data=data)
 
     def decode_rows(self, count: int, path: int) -> Tensor:
         """Return the view for accepted counts and ``path`` tokens of decoding requests, int64 [count, 1 + path].
@@ -314,24 +281,26 @@ class Results:
         start = self._max_requests
         self._device[start : start + tokens.shape[0], 1] = tokens
 
-    def write_decode_logprobs(self, values: Tensor, ids: Tensor) -> None:
-        """Write log-probabilities of decoding requests: ``values`` [B, D+1, 1+c] and ``ids`` [B, D+1, c], on forward."""
-        self._logprobs.write(0, values, ids)
+    def write_logprobs(self, values: Tensor, ids: Tensor, *, prefill: bool = False) -> None:
+        """Write ``values`` float32 [B, N, 1+c] and ``ids`` int64 [B, N, c], c at most n, on the forward stream.
 
-    def write_prefill_logprobs(self, values: Tensor, ids: Tensor) -> None:
-        """Write log-probabilities of first tokens: ``values`` [S, 1, 1+c] and ``ids`` [S, 1, c], on forward."""
-        self._logprobs.write(self._max_requests, values, ids)
+        They are those of B decoding requests with N nodes, or of the first tokens of B chunks (N = 1) if ``prefill``.
+        """
+        (batch, nodes, count), first, most = ids.shape, self._max_requests * prefill, self._max_logprobs
+        rows = self._logprobs[first : first + batch, :nodes]
+        rows[..., : 1 + count] = values.contiguous().view(torch.int32)
+        rows[..., 1 + most : 1 + most + count] = ids.to(torch.int32)
 
     def copy_on_device(self, batch: Batch, entry: int, forward: Stream) -> None:
         """Copy the results of all data-parallel groups to device ring entry ``entry``, on the current stream ``forward``."""
         self._ring.copy_on_device(entry, forward)
         if _wants_logprobs(batch):
-            self._logprobs.ring.copy_on_device(entry, forward)
+            self._logprobs_ring.copy_on_device(entry, forward)
 
     def copy_out(self, batch: Batch, entry: int, stream: Stream) -> PendingResult:
         """Copy device ring entry ``entry`` to pinned memory on ``stream``, and return the pending result."""
         generation = self._ring.copy_out(entry, stream)
-        logprobs = self._logprobs.ring.copy_out(entry, stream) if _wants_logprobs(batch) else None
+        logprobs = self._logprobs_ring.copy_out(entry, stream) if _wants_logprobs(batch) else None
         return PendingResult(batch, entry, generation, logprobs, dict(self._host_failures))
 
     def read_results(self, pending: PendingResult, copied: Fence) -> tuple[HostResults, ...]:
@@ -374,13 +343,21 @@ class Results:
         for index, (chunk, first) in enumerate(zip(batch.prefill, firsts, strict=True)):
             if first is not None:
                 emitted.append((self._max_requests + index, chunk.request, (first,)))
+        entries = self._logprobs_ring.read_entry(pending.entry, pending.logprobs, group=group)
         return {
-            request.id: self._logprobs.read_entry(
-                pending.entry, pending.logprobs, row, tokens, request.params.logprobs, group
-            )
+            request.id: self._token_logprobs(entries[row, : len(tokens)], tokens, request.params.logprobs)
             for row, request, tokens in emitted
             if request.params.logprobs is not None
         }
+
+    def _token_logprobs(self, bits: Tensor, tokens: tuple[int, ...], count: int) -> tuple[TokenLogprobs, ...]:
+        """Return the log-probabilities of ``tokens`` in ``bits``, with ``count`` likeliest tokens each."""
+        values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
+        ids: list[list[int]] = bits[:, 1 + self._max_logprobs : 1 + self._max_logprobs + count].tolist()
+        return tuple(
+            TokenLogprobs(token, value[0], tuple(zip(best, value[1:], strict=True)))
+            for token, value, best in zip(tokens, values, ids, strict=True)
+        )
 
 
 def _wants_logprobs(batch: Batch) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from outrider.device import Fence
-from outrider.engine.requests.hand_over import Arrival, HandOver
+from outrider.engine.requests.hand_over import Arrival, HandOver, engine_fit
 from outrider.engine.requests.request import Request
 from outrider.engine.state.parts import EngineParts
 from outrider.speculative.proposer import slots_of
@@ -24,6 +25,11 @@ class StateTransfer:
         self._rows, self._future = parts.rows, parts.future
         data = parts.model.ranks.data
         self._group = 0 if data is None else data.rank
+
+    @cached_property
+    def fit(self) -> Mapping[str, str]:
+        """The properties that an engine must share to continue a request of this one."""
+        return engine_fit(self._model, self._proposer)
 
     def copy_request_state(self, request: Request) -> HandOver:
         """Copy the state of a decoding request out of the engine's caches. The host must have handled all its results.
@@ -43,10 +49,7 @@ class StateTransfer:
             draft_caches=draft_caches,
             relay=relay,
             states=states,
-            model=self._model.config,
-            dtype=self._model.dtype,
-            cache_dtype=self._model.cache_dtype,
-            proposer=self._proposer.name,
+            fit=self.fit,
             backend=self._backend,
             stream=self._forward,
             ready=self._fences.handed_over,
@@ -133,37 +136,38 @@ class StateTransfer:
 
         The batch holds the tensors until the host has its results, so that their memory isn't reused earlier.
         """
-        for request, handed in arrivals:
-            if not isinstance(handed, HandOver):
-                self._write_row(request, handed)
-                continue
-            handed.ready.wait(self._forward)
+        for request, arrival in arrivals:
             with self._backend.on(self._forward):
-                slots = self._slots(request.row, handed.length + 1)
-                pages = [cache for pair in self._cache.layers for cache in pair]
-                for cache, values in zip(pages, handed.keys_values, strict=True):
-                    _write_rows(cache, slots[: handed.length], values)
-                for cache, values in zip(self._proposer.caches, handed.draft_caches, strict=True):
-                    _write_rows(cache, slots, values)
                 row = self._scalar(request.row)
-                for state, value in zip(self.states, handed.states, strict=True):
-                    self._model.kernels.scatter_rows(state, row, value)
-                self._future.publish(row, self._scalar(handed.length))
-                self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
-
-    def _write_row(self, request: Request, relayed: Mapping[str, Tensor]) -> None:
-        """Write the state of a request whose pages and recurrent states are already written to its row: publish its length,
-        and stash its last token and the ``relayed`` tensors.
-        """
-        relay: dict[str, Tensor] = {}
-        for name, value in relayed.items():
+            if isinstance(arrival, HandOver):
+                self._write_caches(request.row, row, arrival)
+                relay = arrival.relay
+            else:
+                relay = {name: self._copy_to_device(value) for name, value in arrival.items()}
             with self._backend.on(self._forward):
-                relay[name] = torch.empty(value.shape, dtype=value.dtype, device=self._backend.device)
-            self._backend.copy_async(relay[name], value, stream=self._forward)
+                self._future.publish(row, self._scalar(len(request.context)))
+                self._future.stash(row, self._scalar(request.output[-1]), relay)
+
+    def _write_caches(self, number: int, row: Tensor, handed: HandOver) -> None:
+        """Write the cache entries and recurrent states of a request to the pages and states of row ``number``, which ``row``
+        int64 [1] holds on the device.
+        """
+        handed.ready.wait(self._forward)
         with self._backend.on(self._forward):
-            row = self._scalar(request.row)
-            self._future.publish(row, self._scalar(len(request.context)))
-            self._future.stash(row, self._scalar(request.output[-1]), relay)
+            slots = self._slots(number, handed.length + 1)
+            pages = [cache for pair in self._cache.layers for cache in pair]
+            for cache, values in zip(pages, handed.keys_values, strict=True):
+                _write_rows(cache, slots[: handed.length], values)
+            for cache, values in zip(self._proposer.caches, handed.draft_caches, strict=True):
+                _write_rows(cache, slots, values)
+            for state, value in zip(self.states, handed.states, strict=True):
+                self._model.kernels.scatter_rows(state, row, value)
+
+    def _copy_to_device(self, pinned: Tensor) -> Tensor:
+        with self._backend.on(self._forward):
+            copy = torch.empty(pinned.shape, dtype=pinned.dtype, device=self._backend.device)
+        self._backend.copy_async(copy, pinned, stream=self._forward)
+        return copy
 
     def _slots(self, row: int, count: int) -> Tensor:
         """Return the cache slots of the first ``count`` tokens of a request row, int64 [count]."""
@@ -188,10 +192,7 @@ class StateTransfer:
             pinned = self._backend.empty_pinned("hand_over", tensor.shape, tensor.dtype)
             pinned.renew()
             pinned.tensor.copy_(buffer.read_generation(generation))
-            with self._backend.on(self._forward):
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
-            self._backend.copy_async(copy, pinned.tensor, stream=self._forward)
-            copies.append((copy, pinned))
+            copies.append((self._copy_to_device(pinned.tensor), pinned))
         self._fences.handed_over.signal(self._forward)
         self._fences.handed_over.wait_host()  # the pinned buffers are freed afterwards
         return [copy for copy, _ in copies]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError, KernelSet, RecurrentBatch, RecurrentWindow, ResidualStream, Weight
-from outrider.device.kernels import kernel_names
-from outrider.device.kernels.kernelset import BLOCKS
+from outrider.device.kernels.kernelset import BLOCKS, kernel_names
 from outrider.device.kernels.weights import linear, prepare
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.rope import query_scales

@@ -166,10 +166,33 @@ _define(
 _define("place_accepted", bookkeeping.place_accepted, writes=("following", "last", "positions"))
 
 
-def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cache rows (page * page size + offset) that a write touches."""
-    slots: Tensor = arguments["slots"]
-    return slots.flatten()
+RowResolver = Callable[[Mapping[str, Any]], Tensor]
+
+
+def _rows(operand: str) -> RowResolver:
+    """Return the resolver of the rows that ``operand`` lists: cache rows (page * page size + offset), or request rows."""
+
+    def resolve(arguments: Mapping[str, Any]) -> Tensor:
+        rows: Tensor = arguments[operand]
+        return rows.flatten()
+
+    return resolve
+
+
+def _cells(operand: str) -> RowResolver:
+    """Return the resolver of the cells (of the first two dimensions) of ``operand`` in a call's ``rows``; None: all rows."""
+
+    def resolve(arguments: Mapping[str, Any]) -> Tensor:
+        state: Tensor = arguments[operand]
+        rows: Tensor | None = arguments["rows"]
+        if rows is None:
+            rows = torch.arange(state.shape[0], device=state.device)
+        if state.dim() < 2:
+            return rows.flatten()
+        width = state.shape[1]
+        return (rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)).flatten()
+
+    return resolve
 
 
 def _rows_of_pages(arguments: Mapping[str, Any]) -> Tensor:
@@ -180,14 +203,6 @@ def _rows_of_pages(arguments: Mapping[str, Any]) -> Tensor:
     offset = torch.arange(table.shape[1] * page_size, device=table.device)
     rows = table.to(torch.int64).repeat_interleave(page_size, dim=1) * page_size + offset % page_size
     return torch.masked_select(rows, offset < lens.to(torch.int64).unsqueeze(1))
-
-
-def _cells_of_rows(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cells of ``counts`` that penalties read: the whole rows of the batch's requests."""
-    rows: Tensor = arguments["rows"]
-    vocabulary = arguments["counts"].shape[1]
-    cells: Tensor = rows.unsqueeze(1) * vocabulary + torch.arange(vocabulary, device=rows.device)
-    return cells.flatten()
 
 
 def _cells_of_tokens(arguments: Mapping[str, Any]) -> Tensor:
@@ -202,83 +217,38 @@ def _rows_of_moves(arguments: Mapping[str, Any]) -> Tensor:
     return torch.cat((arguments["sources"].flatten(), arguments["destinations"].flatten()))
 
 
-def _cells_of_state(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cells (of the first two dimensions) of the state rows that are gathered or written."""
-    state: Tensor = arguments["state"]
-    rows: Tensor = arguments["rows"]
-    if state.dim() < 2:
-        return rows.flatten()
-    width = state.shape[1]
-    cells: Tensor = rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)
-    return cells.flatten()
-
-
-def _cells_of_window(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cells of the rows of ``window`` that a convolution reads or writes."""
-    return _cells_of_state({"state": arguments["window"], "rows": arguments["rows"]})
-
-
-def _cells_of_updates(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cells of the rows of ``updates`` that a delta rule reads or writes: both halves."""
-    return _cells_of_state({"state": arguments["updates"], "rows": arguments["rows"]})
-
-
-def _rows_of_requests(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the rows of a state with one dimension that an operator reads or writes."""
-    rows: Tensor = arguments["rows"]
-    return rows.flatten()
-
-
 def _rows_of_lens(arguments: Mapping[str, Any]) -> Tensor:
     """Return the rows of ``lens`` that a gather reads: the request rows, or the first rows in the order of the batch."""
     rows: Tensor = arguments["rows"]
     return rows.flatten() if arguments["lens_by_row"] else torch.arange(rows.shape[0], device=rows.device)
 
 
-def _cells_of_tables(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cells of the requests' block tables that a gather reads."""
-    return _cells_of_state({"state": arguments["tables"], "rows": arguments["rows"]})
-
-
-def _cells_of_source(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cells of ``source`` that an operator checks: those of the given rows, or of all rows."""
-    source: Tensor = arguments["source"]
-    rows = arguments["rows"]
-    if rows is None:
-        rows = torch.arange(source.shape[0], device=source.device)
-    return _cells_of_state({"state": source, "rows": rows})
-
-
-RowResolver = Callable[[Mapping[str, Any]], Tensor]
-
 ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
     {
-        "outrider::rope_write_cache": MappingProxyType({"k_cache": _rows_of_slots, "v_cache": _rows_of_slots}),
+        "outrider::rope_write_cache": MappingProxyType({"k_cache": _rows("slots"), "v_cache": _rows("slots")}),
         "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
         "outrider::short_convolution": MappingProxyType(
-            {"state": _cells_of_state, "window": _cells_of_window, "pending": _rows_of_requests}
+            {"state": _cells("state"), "window": _cells("window"), "pending": _rows("rows")}
         ),
         "outrider::gated_delta_rule": MappingProxyType(
-            {"state": _cells_of_state, "updates": _cells_of_updates, "pending": _rows_of_requests}
+            {"state": _cells("state"), "updates": _cells("updates"), "pending": _rows("rows")}
         ),
-        "outrider::chunk_gated_delta_rule": MappingProxyType({"state": _cells_of_state}),
-        "outrider::penalize_logits": MappingProxyType({"counts": _cells_of_rows}),
+        "outrider::chunk_gated_delta_rule": MappingProxyType({"state": _cells("state")}),
+        "outrider::penalize_logits": MappingProxyType({"counts": _cells("counts")}),
         "outrider::count_tokens": MappingProxyType({"counts": _cells_of_tokens}),
-        "outrider::gather_rows": MappingProxyType({"state": _cells_of_state}),
-        "outrider::scatter_rows": MappingProxyType({"state": _cells_of_state}),
+        "outrider::gather_rows": MappingProxyType({"state": _cells("state")}),
+        "outrider::scatter_rows": MappingProxyType({"state": _cells("state")}),
         "outrider::gather_requests": MappingProxyType(
             {
                 "lens": _rows_of_lens,
-                "last_tokens": _rows_of_requests,
-                "seeds": _rows_of_requests,
-                "temperature": _rows_of_requests,
-                "tables": _cells_of_tables,
+                "last_tokens": _rows("rows"),
+                "seeds": _rows("rows"),
+                "temperature": _rows("rows"),
+                "tables": _cells("tables"),
             }
         ),
-        "outrider::gather_checked": MappingProxyType({"source": _cells_of_source}),
-        "outrider::publish_accepted": MappingProxyType(
-            dict.fromkeys(("lengths", "last_tokens", "pending"), _rows_of_requests)
-        ),
+        "outrider::gather_checked": MappingProxyType({"source": _cells("source")}),
+        "outrider::publish_accepted": MappingProxyType(dict.fromkeys(("lengths", "last_tokens", "pending"), _rows("rows"))),
         "outrider::move_cache": MappingProxyType({"k_cache": _rows_of_moves, "v_cache": _rows_of_moves}),
     }
 )
