@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.device import Access
 from outrider_sim.machine.pinned import PinnedTensor, pin
-from outrider_sim.torch_device.composites import EMULATED
+from outrider_sim.torch_device.replacements import EMULATED
 from outrider_sim.torch_device.tensor import SimTensor
 
 # Composite operators that never return an alias of an operand: run whole, as one operation, when they arrive whole
