@@ -76,7 +76,7 @@ def quantize(
     from outrider.model.checkpoint.location import find_checkpoint
     from outrider.model.checkpoint.reading import read_json
     from outrider.model.config.checkpoint_config import supported_families
-    from outrider.model.heads.head_checkpoint import ENVELOPE
+    from outrider.model.heads.draft_head import ENVELOPE
     from outrider.model.quantization.writing import quantize_checkpoint
 
     rounding = weight_format(format)
