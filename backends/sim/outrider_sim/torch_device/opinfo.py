@@ -33,26 +33,9 @@ WHOLE = frozenset(
     }
 )
 # Views that their schema calls something else.
-HIDDEN_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias", "aten::lift"})
+HIDDEN_VIEWS = frozenset({"aten::_unsafe_view", "aten::lift"})
 # Tagged as data dependent, but only for boolean indices.
 INDEXING = frozenset({"aten::index.Tensor", "aten::index.Tensor_out", "aten::_unsafe_index.Tensor"})
-# They read device values on the host, or make shapes of them, whatever their tags say.
-READERS = frozenset(
-    {
-        "aten::_local_scalar_dense",
-        "aten::equal",
-        "aten::allclose",
-        "aten::nonzero",
-        "aten::masked_select",
-        "aten::bincount",
-        "aten::_unique2",
-        "aten::unique_dim",
-        "aten::unique_consecutive",
-        "aten::unique_dim_consecutive",
-        "aten::is_nonzero",
-        "aten::histc",
-    }
-)
 # CPU index tensors are moved to the device by these, as torch does.
 HOST_INDICES = frozenset(
     {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index.Tensor"}
@@ -123,7 +106,7 @@ class OpInfo:
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
             return OperatorKind.VIEW
         dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-        if self.name in READERS or (dynamic and not self.indexing):
+        if dynamic and not self.indexing:
             return OperatorKind.READ
         return OperatorKind.COMPUTE
 
