@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Event, PinnedBuffer, Stream
-from outrider.model.checkpoint.files import Extent
-from outrider.model.checkpoint.reading import wrap_read_errors
+from outrider.model.checkpoint.files import Extent, wrap_read_errors
 
 _MAX_READ_THREADS = 8
 _MAX_PINNED_BUFFERS = 16

@@ -17,11 +17,10 @@ from torch import Tensor
 from outrider.device import Backend, ResidualStream
 from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import CheckpointFiles, Target
+from outrider.model.checkpoint.files import CheckpointFiles, Target, read_json, wrap_read_errors
 from outrider.model.checkpoint.loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.checkpoint.mapping import MTP_PREFIXES, SINGLE_RANK, is_mtp_tensor, layer_weights, mtp_format
 from outrider.model.checkpoint.opening import open_checkpoint
-from outrider.model.checkpoint.reading import read_json, wrap_read_errors
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
@@ -31,8 +30,7 @@ from outrider.model.layers.cache import KVCache
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.layer import create_layers
-from outrider.model.layers.layer_weights import LayerWeights
+from outrider.model.layers.layer import LayerWeights, create_layers
 from outrider.model.layers.ranks import Shards
 from outrider.model.layers.rotary import make_rotary
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization

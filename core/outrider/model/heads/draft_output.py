@@ -23,8 +23,8 @@ from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeig
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.device.kernels.weights import Weight, label
 from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.files import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.checkpoint.loading import loading_stream
-from outrider.model.checkpoint.reading import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.config.config_fields import is_whole
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
