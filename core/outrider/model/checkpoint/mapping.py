@@ -14,7 +14,7 @@ experts: E experts, I intermediate size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -443,8 +443,8 @@ def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, 
     inner, count = experts.intermediate_size, experts.count
     held = shards.held_experts(count)
     span = shards.mlp.even(inner) if held is None else (0, inner)
-    gates: list[TensorSlice | None] = [None]
-    downs: list[TensorSlice | None] = [None]
+    gates: Sequence[TensorSlice | None] = [None]
+    downs: Sequence[TensorSlice | None] = [None]
     if held is not None:
         gates, downs = ([TensorSlice(0, 0, rows, each) for each in range(*held)] for rows in (2 * inner, hidden))
     elif span != (0, inner):
