@@ -18,9 +18,8 @@ from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access
 from outrider.device.kernels.operators import reads_no_elements
-from outrider_sim.machine.device_state import SimDeviceState
+from outrider_sim.machine.device_state import PinnedTensor, SimDeviceState
 from outrider_sim.machine.memory import Meta
-from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.machine.queue import Op, OperationKind, SourceLines, StreamQueue
 from outrider_sim.torch_device import row_accesses
 from outrider_sim.torch_device.host_operators import HostOperators

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Access
-from outrider_sim.machine.pinned import PinnedTensor, pin
+from outrider_sim.machine.device_state import PinnedTensor, pin
 from outrider_sim.torch_device.replacements import EMULATED
 from outrider_sim.torch_device.tensor import SimTensor
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.machine.device_state import exclude_ambient_dispatch
+from outrider_sim.machine.device_state import PinnedTensor, exclude_ambient_dispatch
 from outrider_sim.machine.memory import Meta, meta_of
-from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, ResultPlan, is_strided, without_generator
 from outrider_sim.torch_device.tensor import SimTensor
 

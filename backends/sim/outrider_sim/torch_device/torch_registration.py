@@ -19,8 +19,7 @@ from torch.utils import backend_registration
 
 from outrider.device import BackendLoadError
 from outrider.device.kernels.operators import exclude_from_dynamo
-from outrider_sim.machine.device_state import SimDeviceState
-from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.machine.device_state import PinnedTensor, SimDeviceState
 from outrider_sim.options import SimOptions
 from outrider_sim.torch_device import autograd, tensor
 from outrider_sim.torch_device import torch_module as module
