@@ -139,7 +139,7 @@ DIVERGENCES: Mapping[str, str] = MappingProxyType(
 )
 """The kinds of injected differences, with their effects. A difference lasts until the next reset."""
 
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul"})
+PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::baddbmm"})
 
 Run = Callable[..., Any]
 
@@ -171,7 +171,7 @@ _TIES: Mapping[str, Run] = MappingProxyType({"aten::argmax": _argmax, "aten::max
 def divergent_implementation(kinds: frozenset[str], name: str, run: Run) -> Run | None:
     """Return the function that runs operator `name` on a device with divergences `kinds`, or None for the usual function."""
     found = _TIES.get(name) if "tie" in kinds else None
-    if "ulp" in kinds and name.partition(".")[0] in _PRODUCTS:
+    if "ulp" in kinds and name.partition(".")[0] in PRODUCTS:
         found = _larger(run)
     return found
 
