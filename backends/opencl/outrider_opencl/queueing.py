@@ -8,7 +8,7 @@ calls torch on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider_opencl.backend import OpenCLStream
     from outrider_opencl.command_buffers import Recorder
 
-    Launcher = OpenCLStream | Recorder  # the current stream, or the graph that the thread captures
+    Launcher: TypeAlias = OpenCLStream | Recorder  # the current stream, or the graph that the thread captures
 
 OVERLOAD = "opencl"
 """The overload of an operator of the backend interface that an OpenCL kernel computes."""
