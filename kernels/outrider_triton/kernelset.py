@@ -468,13 +468,11 @@ class TritonKernels(FusedBlocks):
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Verify a chain of drafts: two launches if no row samples, else three."""
+        operands = target_logits, draft_tokens, draft_probs, temperature, seeds, positions
         if not has_kernel(target_logits) or not draft_tokens.numel():
-            return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
-        lanes = [LANE_ACCEPT, LANE_RESIDUAL]
+            return super().verify_chain(*operands)
         for count in self.tiles.vocabulary_shares(target_logits.shape):
-            verdict = _TRITON.verify_chain.triton(
-                target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self.pdl
-            )
+            verdict = _TRITON.verify_chain.triton(*operands, [LANE_ACCEPT, LANE_RESIDUAL], count, self.pdl)
         return verdict  # type: ignore[no-any-return]
 
     def verify_checked(
@@ -511,24 +509,11 @@ class TritonKernels(FusedBlocks):
         """Choose a token at every node of the tree, then follow the accepted path from the root; several programs share the
         vocabulary.
         """
+        operands = target_logits, tokens, parents, temperature, seeds, positions
         if not has_kernel(target_logits):
-            return super().verify_tree(
-                target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
-            )
+            return super().verify_tree(*operands, depth=depth, sampling=sampling)
         for count in self.tiles.vocabulary_shares(target_logits.shape):
-            verdict = _TRITON.verify_tree.triton(
-                target_logits,
-                tokens,
-                parents,
-                temperature,
-                seeds,
-                positions,
-                depth,
-                sampling,
-                LANE_SAMPLE,
-                count,
-                self.pdl,
-            )
+            verdict = _TRITON.verify_tree.triton(*operands, depth, sampling, LANE_SAMPLE, count, self.pdl)
         return verdict  # type: ignore[no-any-return]
 
     # -- bookkeeping -----------------------------------------------------------------------------------------------

@@ -159,7 +159,6 @@ def test_other_options_are_refused(options, match):
 )
 def test_memory_of_the_peers_and_what_was_measured_are_used_unless_one_turns_them_off(options, given, monkeypatch):
     made = []
-    monkeypatch.setattr(plugin, "backend_info", lambda: SimpleNamespace(usable=True))
     monkeypatch.setattr("outrider_cuda.backend.CudaBackend", lambda ordinal, **switches: made.append((ordinal, switches)))
     plugin.create_backend(1, options)
     assert made == [(1, given)]

@@ -24,7 +24,7 @@ from outrider.model import (
     load_vision,
     open_head,
 )
-from outrider.model.checkpoint.reading import read_json, wrap_read_errors
+from outrider.model.checkpoint.files import read_json, wrap_read_errors
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import check_fields, number, record, whole_number
 from outrider.model.layers.rotary import make_rotary

@@ -22,7 +22,6 @@ from outrider.model import (
     EagleHead,
     KeptRows,
     MtpHead,
-    PEagleHead,
     load_decoder,
     load_through_transformers,
 )
@@ -164,7 +163,7 @@ def counted_heads(target):
             eagle3.weights.layers[-1],
         ),
         "peagle": (
-            PEagleHead(peagle.config, peagle.weights, target, mask_token=tiny.MASK, **states),
+            Eagle3Head(peagle.config, peagle.weights, target, mask_token=tiny.MASK, **states),
             peagle.weights.layers[-1],
         ),
         "mtp": (MtpHead(mtp.config, mtp.weights, target, ahead=1), mtp.weights.layers[-1]),

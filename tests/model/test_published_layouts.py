@@ -92,7 +92,7 @@ def test_mimo_drafts_with_the_heads_in_its_own_checkpoint(mimo):
     outside = engine_of(directory, "mtp", draft=directory / "heads")
     assert inside.proposer.depth == outside.proposer.depth == 2
     for mine, other in zip(inside.proposer._heads, outside.proposer._heads, strict=True):
-        assert torch.equal(mine.weights.projection, other.weights.projection)
+        assert torch.equal(mine.weights.fusion, other.weights.fusion)
 
 
 def test_heads_inside_are_checked(mimo, tmp_path):
@@ -132,7 +132,7 @@ def test_eagle3_without_an_output_head_takes_the_targets(target, tmp_path):
     rewrite(tmp_path, without("lm_head.weight", "d2t", "t2d"))
     head = check(directory, model, "eagle3", draft=tmp_path).proposer.head
     hidden = torch.randn(2, 32, dtype=torch.float64)
-    normed = head.kernels.rms_norm(hidden, head.weights.norm, head.config.rms_eps)
+    normed = head.kernels.rms_norm(hidden, head.weights.final_norm, head.config.rms_eps)
     assert torch.equal(head.logits(hidden), head.target.logits(normed))
 
 
@@ -182,7 +182,7 @@ def test_eagle_with_an_output_head(target, tmp_path, copy):
     own = own if copy else own.flip(0)
     rewrite(tmp_path, lambda state: state | {"lm_head.weight": own})
     head = check(directory, model, "eagle", draft=tmp_path).proposer.head
-    assert (head._head is None) is copy
+    assert (head.weights.head is None) is copy
     hidden = torch.randn(2, 32, dtype=torch.float64)
     torch.testing.assert_close(head.logits(hidden), hidden @ own.double().T)
     if copy:

@@ -31,8 +31,7 @@ def test_without_pyopencl_the_plugin_says_what_to_install(monkeypatch):
     info = plugin.backend_info()
     assert not info.usable
     assert "outrider-opencl[pocl]" in info.advice
-    with pytest.raises(BackendLoadError, match=r"pyopencl isn't installed; .*pip install 'outrider-opencl\[pocl\]'"):
-        plugin.create_backend(0, {})
+    assert info.reason == "pyopencl isn't installed"
 
 
 @pytest.mark.parametrize(

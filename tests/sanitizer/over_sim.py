@@ -16,7 +16,7 @@ from outrider_sanitizer.observation.hostsync import host_edges
 from outrider_sanitizer.observation.storages import KnownStorage
 from outrider_sanitizer.observation.torch_calls import TorchSanitizer
 from outrider_sim.backend import SimBackend
-from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.machine.device_state import PinnedTensor
 from outrider_sim.torch_device import torch_module
 from outrider_sim.torch_device.tensor import SimTensor
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders
 from outrider import Engine, SamplingParams
 from outrider.errors import RequestError
 from outrider.model import MediaProcessor, load_decoder, load_vision
-from outrider.model.media.preprocessing import decode_image
+from outrider.model.media.vision import decode_image
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import VISION_TOKENS, picture, write_vision_checkpoint
 from outrider_proof.tiny import plain_config

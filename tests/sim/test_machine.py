@@ -308,12 +308,14 @@ def test_one_name_a_process(sim):
         register_device("other")
 
 
-def test_importing_registers_nothing_and_a_taken_slot_is_a_clear_error():
+def test_imports_and_wrong_options_register_nothing_and_a_taken_slot_is_a_clear_error():
     code = (
         "import outrider_sim.backend, torch\n"
-        "from outrider.device import BackendLoadError\n"
+        "from outrider.device import BackendLoadError, ConfigError\n"
         "from outrider_sim.plugin import create_backend, backend_info\n"
         "backend_info()\n"
+        "try: create_backend(0, {'strategy': 'slowest'})\n"
+        "except ConfigError: pass\n"
         "print(torch._C._get_privateuse1_backend_name())\n"
         "torch.utils.rename_privateuse1_backend('npu')\n"
         "try: create_backend(0, {})\n"

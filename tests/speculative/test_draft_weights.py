@@ -79,7 +79,7 @@ def test_products_of_the_draft_are_rounded_and_experts_and_norms_are_not(checkpo
     layer = head.weights.layers[0]
     assert all(isinstance(each, QuantizedWeight) for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
     assert isinstance(layer.mlp_norm, torch.Tensor)
-    first = getattr(head.weights, "fusion", None) if name != "mtp" else head.weights.projection
+    first = head.weights.fusion
     assert isinstance(first, QuantizedWeight)
     if name not in USES_TARGET_HEAD:  # it has an output head of its own
         assert isinstance(head.weights.head, QuantizedWeight)
@@ -142,7 +142,7 @@ def test_an_output_head_of_its_own_is_rounded_itself(checkpoints, tmp_path):
     rewrite(directory, lambda tensors: tensors | {"lm_head.weight": -target.weights.head})
     head = build_proposer("eagle", options(checkpoints, directory=directory, weights="int8")).head
     assert head.has_own_output_head
-    assert isinstance(head._head, QuantizedWeight)
+    assert isinstance(head.weights.head, QuantizedWeight)
 
 
 def test_suffix_decoding_in_front_of_a_head_takes_it(checkpoints):

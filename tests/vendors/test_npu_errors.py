@@ -10,6 +10,7 @@ import pytest
 
 from outrider.cli.terminal.torch_probe import explain as explain_torch
 from outrider.device import BackendLoadError, ConfigError
+from outrider.registry import get_backend
 from outrider_npu import plugin
 from vendors.child import child
 from vendors.wheel import NotRun, fetch
@@ -67,9 +68,9 @@ def test_the_plugin_says_so_and_never_imports_torch_npu(monkeypatch):
     info = plugin.backend_info()
     assert not info.usable
     assert info.reason
-    with pytest.raises(BackendLoadError, match=r"backend 'npu' can't run here: torch_npu isn't installed; install it"):
-        plugin.create_backend(0, {})
-    with pytest.raises(ConfigError, match="takes no options"):
+    with pytest.raises(BackendLoadError, match="'npu' is installed but can't run here: torch_npu isn't"):
+        get_backend("npu")
+    with pytest.raises(ConfigError, match="has no option 'fused'"):
         plugin.create_backend(0, {"fused": "off"})
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from outrider.device import BackendLoadError, ConfigError, Waiter
+from outrider.registry import get_backend
 from outrider_rocm import backend, plugin
 from vendors.child import child, conform
 
@@ -18,12 +19,10 @@ def test_architectures(name, waiter):
 
 
 def test_options():
-    plugin.check_options({})
-    plugin.check_options({"published": "host", "results": "copy"})
     assert set(plugin.backend_info().options) == set(plugin.OPTIONS)
     for wrong, says in (({"wave": "32"}, "no option 'wave'"), ({"published": "both"}, "one of auto, stream, host")):
         with pytest.raises(ConfigError, match=says):
-            plugin.check_options(wrong)
+            plugin.create_backend(0, wrong)
 
 
 def test_kernels_of_triton_need_triton(monkeypatch):
@@ -39,7 +38,7 @@ def test_it_is_not_usable_without_hip():
     assert not info.usable
     assert "isn't built for HIP" in info.reason
     with pytest.raises(BackendLoadError, match="isn't built for HIP"):
-        plugin.create_backend(0, {})
+        get_backend("rocm")
 
 
 def test_a_hip_build_without_a_device(monkeypatch):

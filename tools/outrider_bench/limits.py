@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outrider.device import Weight
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, MtpHead
-    from outrider.model.layers.layer_weights import LayerWeights
+    from outrider.model.layers.layer import LayerWeights
 
 
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:
@@ -46,7 +46,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead | MtpHead):
         head = proposer.head
         passes = proposer.depth
-        embedding = head.weights.embedding.nbytes if isinstance(head, EagleHead) else 0
+        embedding = 0 if head.weights.embedding is None else head.weights.embedding.nbytes
         weights += passes * (_bytes(head.weights) - embedding + _output_head_bytes(head))
         cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
     elif isinstance(proposer, BlockProposer):
@@ -81,8 +81,7 @@ def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None
         head = cast("EagleHead | MtpHead | DFlashHead", proposer.head)
         drafted = rows if isinstance(proposer, BlockProposer) else batch * proposer.depth
         draft_output = 2 * _elements(cast("Decoder", head.output).weights.head)
-        inputs = [getattr(head.weights, name, None) for name in ("fusion", "projection")]
-        own = 2 * sum(_elements(each) for each in inputs if each is not None)
+        own = 0 if head.weights.fusion is None else 2 * _elements(head.weights.fusion)
         layers = head.weights.layers
         operations += drafted * (_layer_operations(layers, head.config, context) + draft_output + own)
     return Cost(needed, float(operations))
@@ -169,9 +168,13 @@ def _idle_expert_bytes(target: Decoder, tokens: int) -> float:
 
 
 def _output_head_bytes(head: EagleHead | MtpHead | DFlashHead) -> int:
-    """Return the bytes of the output head that the draft samples with: that of the target, or a copy."""
+    """Return the bytes of the output head that the draft samples with, that of the target or a copy; 0 for one of its own,
+    which is among its weights.
+    """
     from outrider.model import Decoder
 
+    if head.has_own_output_head:
+        return 0
     assert isinstance(head.output, Decoder)
     return head.output.weights.head.nbytes
 

@@ -18,9 +18,10 @@ from outrider.model.checkpoint.loading import loading_stream
 from outrider.model.checkpoint.mapping import decoder_targets, decoder_weights
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.shapes import shape_config
-from outrider.model.heads.dflash import DFlashHead, dflash_targets, dflash_weights
+from outrider.model.heads.dflash import DFlashHead, dflash_targets
+from outrider.model.heads.draft_head import head_weights
 from outrider.model.heads.draft_output import round_products
-from outrider.model.heads.eagle import EagleHead, eagle_targets, eagle_weights
+from outrider.model.heads.eagle import EagleHead, eagle_targets
 from outrider.model.heads.mtp import HEAD_NAME, MtpHead, chained_head_config, chained_mtp_targets, mtp_weights
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import ModelRanks, Shards, or_single_rank
@@ -52,7 +53,9 @@ class RandomQuantization:
     def covers(self, target: Target) -> bool:
         """Return True if the weight of ``target`` is quantised."""
         last = target.name.rpartition(".")[2]
-        return last in ("qkv", "output", "gate_up", "down", "fusion") or (last == "head" and self.head)
+        if last == "fusion":
+            return target.name == last  # published heads of multi-token prediction have an unquantised one
+        return last in ("qkv", "output", "gate_up", "down") or (last == "head" and self.head)
 
     def check(self, backend: Backend) -> None:
         """Raise :class:`CapabilityError` if the backend has no kernels for the format."""
@@ -112,7 +115,7 @@ def random_eagle(
         weights = _random_weights(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
         if rounding is not None:
             round_products(weights, rounding)
-        return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
+        return EagleHead(config, head_weights(weights, config.num_layers, embedding=target.embedding), target)
 
 
 def random_mtp(
@@ -166,7 +169,7 @@ def random_dflash(
             round_products(weights, rounding)
         return DFlashHead(
             config,
-            dflash_weights(config, weights),
+            head_weights(weights, config.num_layers),
             target,
             block_size=block_size,
             mask_token=whole.vocab_size - 1,

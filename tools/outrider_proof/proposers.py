@@ -23,22 +23,18 @@ from outrider.model import (
     Decoder,
     DecoderWeights,
     DFlashHead,
-    DFlashWeights,
     Eagle3Head,
-    Eagle3Weights,
     EagleHead,
-    EagleWeights,
+    HeadWeights,
     LayerWeights,
     ModelConfig,
     ModelRanks,
     MtpHead,
-    MtpWeights,
-    PEagleHead,
     RecurrentConfig,
     Shards,
     or_single_rank,
 )
-from outrider.model.layers.layer_weights import CacheFormat
+from outrider.model.layers.layer import CacheFormat
 from outrider.model.quantization.cache import cache_format
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer, HybridDraftModelProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -54,7 +50,7 @@ if TYPE_CHECKING:
     from outrider.speculative.proposer import Proposer
 
 
-_Weights = TypeVar("_Weights", bound=DecoderWeights | EagleWeights | Eagle3Weights | DFlashWeights | MtpWeights)
+_Weights = TypeVar("_Weights", bound=DecoderWeights | HeadWeights)
 _Head = EagleHead | Eagle3Head | DFlashHead | MtpHead
 
 
@@ -206,11 +202,11 @@ def eagle3(target: Decoder) -> Eagle3Head:
     return Eagle3Head(*_placed(head, target), aux_hidden_state_layers=head.aux_hidden_state_layers)
 
 
-def peagle(target: Decoder) -> PEagleHead:
+def peagle(target: Decoder) -> Eagle3Head:
     """Return the tiny P-EAGLE head on the device of its target."""
     head = tiny.peagle_head()
     layers = head.aux_hidden_state_layers
-    return PEagleHead(*_placed(head, target), mask_token=head.mask_token, aux_hidden_state_layers=layers)
+    return Eagle3Head(*_placed(head, target), mask_token=head.mask_token, aux_hidden_state_layers=layers)
 
 
 def dflash(target: Decoder) -> DFlashHead:
@@ -261,6 +257,7 @@ decoding.
 def untrained(target: Decoder) -> EagleHead:
     """Return the EAGLE head with a negated fusion matrix, so that nearly all drafts are rejected."""
     head = eagle(target)
+    assert head.weights.fusion is not None
     return EagleHead(head.config, dataclasses.replace(head.weights, fusion=plain(head.weights.fusion).flip(0)), target)
 
 
@@ -374,6 +371,7 @@ def quantised_proposer(model: Decoder) -> Proposer:
     token_ids = torch.arange(tiny.VOCABULARY)[torch.arange(tiny.VOCABULARY) % 8 != 5]
     copy = _fp8(plain(tiny.target().weights.head)[token_ids])
     draft_target = model.with_head(copy_to_device(copy, model.device), token_ids.to(model.device))
+    assert head.weights.fusion is not None
     weights = replace(
         head.weights,
         fusion=_int8(plain(head.weights.fusion)),

@@ -20,17 +20,13 @@ from outrider.model import (
     Decoder,
     DecoderWeights,
     DFlashHead,
-    DFlashWeights,
     Eagle3Head,
-    Eagle3Weights,
     EagleHead,
-    EagleWeights,
     ExpertsConfig,
+    HeadWeights,
     LayerWeights,
     ModelConfig,
     MtpHead,
-    MtpWeights,
-    PEagleHead,
     RecurrentConfig,
     RopeConfig,
 )
@@ -231,9 +227,8 @@ def eagle_head() -> EagleHead:
     """Return an EAGLE head whose output is the embedding of its token with some noise, so that it drafts the successor."""
     generator = torch.Generator().manual_seed(4)
     eye, zero = torch.eye(HIDDEN, dtype=torch.float64), torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64)
-    weights = EagleWeights(
+    weights = HeadWeights(
         fusion=torch.cat((eye, zero + random(generator, HIDDEN, HIDDEN, scale=0.02)), dim=1),
-        fusion_bias=None,
         embedding=embeddings(),
         layers=(layer(generator, 0.3, norm=False),),
     )
@@ -268,11 +263,11 @@ def eagle3_head() -> Eagle3Head:
     generator = torch.Generator().manual_seed(6)
     ids = torch.randperm(VOCABULARY, generator=generator)[: VOCABULARY - 1].sort().values
     ones, heads = torch.ones(HIDDEN, dtype=torch.float64), 2 * HIDDEN // HEAD_SIZE
-    weights = Eagle3Weights(
+    weights = HeadWeights(
         fusion=random(generator, HIDDEN, 3 * HIDDEN, scale=0.15),
         embedding=embeddings(),
         head=plain_weight(target().weights.head)[ids],
-        norm=ones,
+        final_norm=ones,
         hidden_norm=ones,
         layers=(_self_attention(generator, heads),),
         target_ids=ids,
@@ -304,7 +299,7 @@ def _successor_layer(generator: torch.Generator, constant: torch.Tensor) -> Laye
 
 
 @functools.cache
-def peagle_head() -> PEagleHead:
+def peagle_head() -> Eagle3Head:
     """Return the EAGLE-3 head with a second layer that predicts two mask positions from the last real token.
 
     The embedding and state of the mask are orthogonal to those of all tokens, so they predict no token.
@@ -321,7 +316,7 @@ def peagle_head() -> PEagleHead:
         mask_state=state,
     )
     own_config = replace(head.config, num_layers=2, windows=head.config.windows * 2)
-    return PEagleHead(own_config, weights, target(), mask_token=MASK, aux_hidden_state_layers=head.aux_hidden_state_layers)
+    return Eagle3Head(own_config, weights, target(), mask_token=MASK, aux_hidden_state_layers=head.aux_hidden_state_layers)
 
 
 @functools.cache
@@ -329,10 +324,10 @@ def dflash_head() -> DFlashHead:
     """Return a DFlash head of two random layers; it does not know the successors, so most drafts are rejected."""
     generator = torch.Generator().manual_seed(8)
     ones, each = torch.ones(HIDDEN, dtype=torch.float64), torch.ones(HEAD_SIZE, dtype=torch.float64)
-    weights = DFlashWeights(
+    weights = HeadWeights(
         fusion=random(generator, HIDDEN, 2 * HIDDEN, scale=0.15),
         hidden_norm=ones,
-        norm=ones,
+        final_norm=ones,
         layers=tuple(replace(layer(generator, 1.0), q_norm=each, k_norm=each) for _ in range(2)),
     )
     own_config = config(2, qk_norm=True)
@@ -347,10 +342,10 @@ def mtp_heads(count: int = 3) -> tuple[MtpHead, ...]:
     return tuple(
         MtpHead(
             config(1),
-            MtpWeights(
+            HeadWeights(
                 token_norm=ones,
                 hidden_norm=ones,
-                projection=torch.cat((random(generator, HIDDEN, HIDDEN, scale=0.05), eye), dim=1),
+                fusion=torch.cat((random(generator, HIDDEN, HIDDEN, scale=0.05), eye), dim=1),
                 layers=(layer(generator, 0.4),),
                 final_norm=ones,
             ),

@@ -276,16 +276,8 @@ class CompiledBlocks:
         scratch = memory.data_ptr()
         both = scratch + threads * stride * 4
         arguments = [rows.data_ptr(), count, block.norm.data_ptr(), gate_up.groups, gate_up.bits, gate_up.data.data_ptr()]
-        arguments += [
-            down.groups,
-            down.bits,
-            down.data.data_ptr(),
-            scratch,
-            stride * 4,
-            both,
-            both + 2 * count * inner * 4,
-            eps,
-        ]
+        arguments += [down.groups, down.bits, down.data.data_ptr()]
+        arguments += [scratch, stride * 4, both, both + 2 * count * inner * 4, eps]
         functions.run_function("mlp", arguments, threads)
         return ResidualStream(kernels, rows)
 

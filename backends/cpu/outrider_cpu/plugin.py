@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, CapabilityError, ConfigError
-from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+from outrider.device.errors import BackendLoadError, CapabilityError
+from outrider.device.plugin import BackendInfo, CiDeclaration, check_options, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 OPTIONS = MappingProxyType(
     {"freed": "kept or returned: whether freed memory stays with the process; without it kept where the C library can"}
 )
-_FREED = ("kept", "returned")
 
 
 @hookimpl
@@ -39,11 +38,7 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
     """
     if ordinal != 0:
         raise BackendLoadError(f"backend 'cpu': device {ordinal} was asked for, there is only device 0")
-    for key, value in options.items():
-        if key not in OPTIONS:
-            raise ConfigError(f"backend 'cpu' has no option {key!r}; known: {', '.join(OPTIONS)}")
-        if value not in _FREED:
-            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_FREED)}")
+    check_options("cpu", options, {"freed": ("kept", "returned")})
     from outrider_cpu.backend import CpuBackend, retain_freed_memory
 
     if options.get("freed") != "returned":

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, ConfigError
-from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+from outrider.device.plugin import BackendInfo, CiDeclaration, check_options, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -20,7 +19,6 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "what the device says of itself, whatever ships or was kept on this machine",
     }
 )
-_SWITCH = {"off": False, "on": True}
 CI = CiDeclaration(
     runner_labels=("self-hosted", "gpu"),
     torch="https://download.pytorch.org/whl/cu130",
@@ -63,14 +61,7 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
 
     Raises :class:`ConfigError` for an unknown option or value, and :class:`BackendLoadError` if the GPU can't be used.
     """
-    for key, value in options.items():
-        if key not in OPTIONS:
-            raise ConfigError(f"backend 'cuda' has no option {key!r}; known: {', '.join(OPTIONS)}")
-        if value not in _SWITCH:
-            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_SWITCH)}")
-    info = backend_info()
-    if not info.usable:
-        raise BackendLoadError(f"backend 'cuda' can't run here: {info.reason}; {info.advice}")
+    check_options("cuda", options, dict.fromkeys(OPTIONS, ("off", "on")))
     from outrider_cuda.backend import CudaBackend
 
-    return CudaBackend(ordinal, **{name: _SWITCH[options.get(name, "on")] for name in OPTIONS})
+    return CudaBackend(ordinal, **{name: options.get(name) != "off" for name in OPTIONS})

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from outrider.device.errors import BackendLoadError, ConfigError
-from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+from outrider.device.errors import BackendLoadError
+from outrider.device.plugin import BackendInfo, CiDeclaration, check_options, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -150,12 +150,7 @@ def backend_info() -> BackendInfo:
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
     """Create the backend of NPU ``ordinal``, which has no options. Imports torch_npu; its errors contain advice."""
-    if options:
-        raise ConfigError(f"backend 'npu' takes no options, got {sorted(options)}")
-    obstacle = find_obstacle()
-    if obstacle is not None:
-        reason, advice = obstacle
-        raise BackendLoadError(f"backend 'npu' can't run here: {reason}; {advice}")
+    check_options("npu", options, {})
     load_torch_npu()
     from outrider_npu.backend import NpuBackend
 

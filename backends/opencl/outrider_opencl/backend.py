@@ -34,7 +34,7 @@ from outrider.device import (
 from outrider_opencl.command_buffers import CommandBuffer, CommandBufferFunctions, CommandBufferGraph, Recorder
 from outrider_opencl.driver import COMPLETE, OpenCLDevice, Program, Queue, SharedMemory, has_run
 from outrider_opencl.kernels import LAUNCHES, OpenCLKernels
-from outrider_opencl.queueing import Launcher, Queueing, ReadsOutsideOperators
+from outrider_opencl.queueing import Queueing, ReadsOutsideOperators
 
 CAPABILITIES = Capabilities(
     asynchronous=True,
@@ -252,7 +252,7 @@ class OpenCLBackend(Backend):
         finally:
             self._thread.stream = before
 
-    def _current_launcher(self) -> Launcher:
+    def _current_launcher(self) -> OpenCLStream | Recorder:
         return self.recorder or cast(OpenCLStream, self._thread.stream)
 
     def _create_stream(self, name: str, priority: int) -> Stream:

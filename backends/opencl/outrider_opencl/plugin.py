@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, ConfigError
-from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+from outrider.device.plugin import BackendInfo, CiDeclaration, check_options, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -19,7 +18,6 @@ OPTIONS = MappingProxyType(
         "graphs": "none or command-buffers (captures become command buffers; needs cl_khr_command_buffer)",
     }
 )
-_VALUES = MappingProxyType({"queues": ("in-order", "out-of-order"), "graphs": ("none", "command-buffers")})
 _ADVICE = "install the runtime and its Python interface: pip install 'outrider-opencl[pocl]'"
 
 
@@ -43,15 +41,9 @@ def backend_info() -> BackendInfo:
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
     """Create the backend for the usable device ``ordinal`` of all OpenCL platforms, with options of :data:`OPTIONS`.
 
-    Raises :class:`ConfigError` for an unknown option or value, and :class:`BackendLoadError` without pyopencl or the device.
+    Raises :class:`ConfigError` for an unknown option or value, and :class:`BackendLoadError` without the device.
     """
-    for key, value in options.items():
-        if key not in OPTIONS:
-            raise ConfigError(f"backend 'opencl' has no option {key!r}; known: {', '.join(OPTIONS)}")
-        if value not in _VALUES[key]:
-            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_VALUES[key])}")
-    if find_spec("pyopencl") is None:
-        raise BackendLoadError(f"backend 'opencl': pyopencl isn't installed; {_ADVICE}")
+    check_options("opencl", options, {"queues": ("in-order", "out-of-order"), "graphs": ("none", "command-buffers")})
     from outrider_opencl.backend import OpenCLBackend
 
     return OpenCLBackend(

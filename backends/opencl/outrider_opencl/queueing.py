@@ -8,7 +8,7 @@ calls torch on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,30 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+if TYPE_CHECKING:
+    from outrider_opencl.backend import OpenCLStream
+    from outrider_opencl.command_buffers import Recorder
+
+    Launcher: TypeAlias = OpenCLStream | Recorder  # the current stream, or the graph that the thread captures
+
 OVERLOAD = "opencl"
 """The overload of an operator of the backend interface that an OpenCL kernel computes."""
-
-
-class Launcher(Protocol):
-    """The target of the commands: the current stream, or the graph that the thread captures."""
-
-    def run_on_host(self, name: str, task: Callable[[], object]) -> None:
-        """Enqueue the operator ``name`` as a native kernel."""
-
-    def copy(self, destination: Tensor, source: Tensor) -> bool:
-        """Enqueue a copy without a native kernel. Returns False if the device can't."""
-
-    def run_kernel(self, name: str, operands: tuple[Any, ...]) -> None:
-        """Enqueue the OpenCL kernel of the operator ``name``, whose ``operands`` end with the new results."""
-
-    def run_elementwise(self, name: str, result: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Enqueue an elementwise kernel for a torch operator. Returns False to run the operator on the host."""
-
-    def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a new tensor with undefined contents in device memory."""
-
-    def synchronize_for_value(self) -> None:
-        """Wait for the current stream, because the host reads a value."""
 
 
 class OperatorHandling(NamedTuple):

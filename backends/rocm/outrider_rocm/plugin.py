@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, ConfigError
-from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+from outrider.device.plugin import BackendInfo, CiDeclaration, check_options, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -31,15 +30,6 @@ def hip_version() -> str | None:
     import torch
 
     return torch.version.hip
-
-
-def check_options(options: Mapping[str, str]) -> None:
-    """Raise :class:`ConfigError` for an unknown option or value."""
-    for key, value in options.items():
-        if key not in OPTIONS:
-            raise ConfigError(f"backend 'rocm' has no option {key!r}; known: {', '.join(OPTIONS)}")
-        if value not in _VALUES[key]:
-            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_VALUES[key])}")
 
 
 @hookimpl
@@ -74,12 +64,9 @@ def backend_info() -> BackendInfo:
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
     """Create the backend of GPU ``ordinal``, with options of :data:`OPTIONS`.
 
-    Raises :class:`BackendLoadError` if the GPU can't be used.
+    Raises :class:`ConfigError` for an unknown option or value, and :class:`BackendLoadError` if the GPU can't be used.
     """
-    check_options(options)
-    info = backend_info()
-    if not info.usable:
-        raise BackendLoadError(f"backend 'rocm' can't run here: {info.reason}; {info.advice}")
+    check_options("rocm", options, _VALUES)
     from outrider_rocm.backend import RocmBackend
 
     return RocmBackend(ordinal, **options)

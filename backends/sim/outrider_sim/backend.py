@@ -37,11 +37,10 @@ from outrider.device import (
 )
 from outrider_sim.exploration import SimControl
 from outrider_sim.kernels import HostLengthKernels
-from outrider_sim.machine.device_state import SimDeviceState, host_extent
+from outrider_sim.machine.device_state import HostAllocation, PinnedTensor, SimDeviceState, host_extent
 from outrider_sim.machine.graphs import GraphProgram, OpenCapture
 from outrider_sim.machine.host_scheduler import AttributeView
 from outrider_sim.machine.memory import Pool
-from outrider_sim.machine.pinned import HostAllocation, PinnedTensor
 from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
 from outrider_sim.options import SimOptions
 from outrider_sim.ranks.collectives import create_group

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from outrider.device import Backend, ConfigError, ExplorationResult, ProcessView, ScheduleFailure, Stream
 from outrider_sim.machine.queue import FREE, StreamQueue
 from outrider_sim.options import FAULTS
-from outrider_sim.ranks.divergent_operators import DIVERGENCES
 from outrider_sim.ranks.rank_processes import SimStore
 from outrider_sim.strategies import (
     Delay,
@@ -25,6 +24,7 @@ from outrider_sim.strategies import (
     make_strategy,
     parse_strategy,
 )
+from outrider_sim.torch_device.replacements import DIVERGENCES
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -263,7 +263,7 @@ class SimControl:
     def diverge(self, kind: str) -> None:
         """Make this device, or for `slow` the calling host thread, differ from other ranks until the next reset.
 
-        `DIVERGENCES` in `divergent_operators` lists the kinds. Raises `ConfigError` for an unknown kind.
+        `DIVERGENCES` in `replacements` lists the kinds. Raises `ConfigError` for an unknown kind.
         """
         if kind not in DIVERGENCES:
             raise ConfigError(f"there is no divergence {kind!r}; expected one of {', '.join(DIVERGENCES)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from outrider.device import ConfigError
-from outrider_sim.strategies import MAKERS, integer
+from outrider_sim.strategies import MAKERS, integer, make_strategy
 from outrider_sim.strategies import OPTIONS as STRATEGY_OPTIONS
 
 
@@ -141,14 +141,14 @@ def parse_options(options: Mapping[str, str]) -> SimOptions:
         if key not in OPTIONS:
             raise ConfigError(f"backend 'sim' has no option {key!r}; known: {', '.join(OPTIONS)}")
     like = _choice(options, "like", tuple(PERSONALITIES))
-    strategy = options.get("strategy", "program")
-    if strategy not in MAKERS:
-        raise ConfigError(f"option strategy={strategy!r}: expected one of {', '.join(sorted(MAKERS))}")
+    strategy, seed = options.get("strategy", "program"), integer(options, "seed", 0)
+    strategy_options = MappingProxyType({k: v for k, v in options.items() if k in STRATEGY_OPTIONS})
+    make_strategy(strategy, seed, strategy_options)  # an error must come before torch's slot for devices is taken
     return SimOptions(
         like=PERSONALITIES[like],
-        seed=integer(options, "seed", 0),
+        seed=seed,
         strategy=strategy,
-        strategy_options=MappingProxyType({k: v for k, v in options.items() if k in STRATEGY_OPTIONS}),
+        strategy_options=strategy_options,
         memory=_bytes(options.get("memory", "64GiB")),
         record=_choice(options, "record", ("on", "off")) == "on",
         poison=_choice(options, "poison", ("on", "off")) == "on",

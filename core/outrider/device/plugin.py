@@ -7,12 +7,14 @@ the module is loaded only to be described.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pluggy
+
+from outrider.device.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -126,6 +128,15 @@ class BackendHooks:
         Leave the process as it was: torch's global state, the working directory, signal handlers and standard output belong
         to the application.
         """
+
+
+def check_options(backend: str, options: Mapping[str, str], values: Mapping[str, Collection[str]]) -> None:
+    """Raise :class:`ConfigError` for an option of ``backend`` that ``values`` doesn't have, or for another value."""
+    for key, value in options.items():
+        if key not in values:
+            raise ConfigError(f"backend {backend!r} has no option {key!r}; known: {', '.join(values) or 'none'}")
+        if value not in values[key]:
+            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(values[key])}")
 
 
 class KernelHooks:

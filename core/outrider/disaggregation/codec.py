@@ -17,7 +17,7 @@ from outrider.engine.requests.message_codec import MessageError, from_plain, to_
 from outrider.engine.requests.request import StepOutput
 from outrider.errors import RequestError
 from outrider.model import Media, Shards
-from outrider.model.media.preprocessing import digest_of
+from outrider.model.media.vision import digest_of
 
 
 def encode_state(state: RequestState) -> tuple[dict[str, Any], list[bytes]]:

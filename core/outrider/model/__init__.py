@@ -15,8 +15,15 @@ from outrider.model.checkpoint.transformers_loading import load_through_transfor
 from outrider.model.config.checkpoint_config import checkpoint_dtype, supported_families
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
 from outrider.model.config.rope import RopeConfig
-from outrider.model.heads.dflash import DFlashHead, DFlashWeights, load_dflash
-from outrider.model.heads.draft_head import BaseDraftHead
+from outrider.model.heads.dflash import DFlashHead, load_dflash
+from outrider.model.heads.draft_head import (
+    BaseDraftHead,
+    HeadCheckpoint,
+    HeadWeights,
+    check_draft_kind,
+    find_mtp_format,
+    open_head,
+)
 from outrider.model.heads.draft_output import (
     DRAFT_FORMATS,
     DraftFormat,
@@ -27,46 +34,39 @@ from outrider.model.heads.draft_output import (
 )
 from outrider.model.heads.eagle import (
     Eagle3Head,
-    Eagle3Weights,
     EagleHead,
-    EagleWeights,
-    PEagleHead,
     load_eagle,
     load_eagle3,
     load_peagle,
 )
-from outrider.model.heads.head_checkpoint import HeadCheckpoint, check_draft_kind, find_mtp_format, open_head
-from outrider.model.heads.mtp import MtpHead, MtpWeights, load_chained_mtp, load_mtp
+from outrider.model.heads.mtp import MtpHead, load_chained_mtp, load_mtp
 from outrider.model.layers.cache import KVCache, LayerState
 from outrider.model.layers.decoder import Decoder, DecoderWeights
 from outrider.model.layers.inputs import ForwardInput, KeptRows, StateInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide, side_by_side
-from outrider.model.layers.layer_weights import LayerWeights
+from outrider.model.layers.layer import LayerWeights
 from outrider.model.layers.ranks import ModelRanks, Shard, Shards, or_single_rank
 from outrider.model.layers.transformers_decoder import TransformersDecoder
 from outrider.model.media.mrope import MediaGrid, prompt_positions, speculative_positions
-from outrider.model.media.preprocessing import Media, MediaProcessor, expand_placeholders
 from outrider.model.media.tokenizer import StreamDecoder, Tokenizer, check_same_tokens, has_tokenizer
-from outrider.model.media.vision import VisionTower, has_vision_tower, load_vision
+from outrider.model.media.vision import Media, MediaProcessor, VisionTower, expand_placeholders, has_vision_tower, load_vision
 from outrider.model.quantization import QuantizedMode, check_quantized_mode
 
 __all__ = [
     "DRAFT_FORMATS",
     "BaseDraftHead",
     "DFlashHead",
-    "DFlashWeights",
     "Decoder",
     "DecoderPlan",
     "DecoderWeights",
     "DraftFormat",
     "DraftVocabulary",
     "Eagle3Head",
-    "Eagle3Weights",
     "EagleHead",
-    "EagleWeights",
     "ExpertsConfig",
     "ForwardInput",
     "HeadCheckpoint",
+    "HeadWeights",
     "KVCache",
     "KeptRows",
     "LanguageModel",
@@ -78,8 +78,6 @@ __all__ = [
     "ModelConfig",
     "ModelRanks",
     "MtpHead",
-    "MtpWeights",
-    "PEagleHead",
     "Progress",
     "QuantizedMode",
     "RecurrentConfig",

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
-from outrider.model import DFlashHead, ForwardInput, PEagleHead
+from outrider.model import DFlashHead, Eagle3Head, ForwardInput
 from outrider.speculative.eagle import EagleHeadProposer
 from outrider.speculative.proposer import (
     MAX_BATCH_REQUESTS,
@@ -135,14 +135,17 @@ class PEagleProposer(EagleHeadProposer):
     accepted pairs.
     """
 
-    head: PEagleHead
+    head: Eagle3Head
     name = "peagle"
 
-    def __init__(self, head: PEagleHead, *, draft_tokens: int) -> None:
+    def __init__(self, head: Eagle3Head, *, draft_tokens: int) -> None:
         if not 1 <= draft_tokens <= _MAX_TOKENS:
             raise ConfigError(f"draft_tokens is {draft_tokens}; expected 1 to {_MAX_TOKENS} from a P-EAGLE head")
         super().__init__(head.config, head.target.dtype)
         self.head = head
+        assert head.mask_token is not None
+        assert head.weights.mask_state is not None
+        self._mask_token, self._mask_state = head.mask_token, head.weights.mask_state
         self._draft_tokens = draft_tokens
         self._zeros = torch.empty(0)
 
@@ -201,8 +204,8 @@ class PEagleProposer(EagleHeadProposer):
         queries = inputs.attention.query_start[:-1].to(torch.int64)
         last = (inputs.last - queries).clamp(0, width - 1).unsqueeze(1)  # lane of the last pair [B, 1]
         known = lane <= last
-        tokens = torch.where(known, F.pad(inputs.tokens.view(batch, width), (0, masks)), head.mask_token)
-        hidden = torch.where(known.unsqueeze(-1), F.pad(target_states, (0, 0, 0, masks)), head.mask_state)
+        tokens = torch.where(known, F.pad(inputs.tokens.view(batch, width), (0, masks)), self._mask_token)
+        hidden = torch.where(known.unsqueeze(-1), F.pad(target_states, (0, 0, 0, masks)), self._mask_state)
         # Positions must agree with the host's lengths. Those in the inputs stop at the context limit of a finished request.
         start = (inputs.attention.seq_lens.to(torch.int64) - width).clamp(min=0)
         positions = start.unsqueeze(1) + lane
@@ -212,14 +215,14 @@ class PEagleProposer(EagleHeadProposer):
 
     def _states_after_prompts(self, inputs: ExtendInputs) -> Tensor:
         """Return states [B, K, H] from the last pair of each prompt chunk on, and write the chunk's keys and values."""
-        head, masks = self.head, self._draft_tokens - 1
+        masks = self._draft_tokens - 1
         last = self.run_accepted_pairs(inputs).unsqueeze(1)
         if not masks:
             return last
         lane = torch.arange(-1, masks - 1, device=last.device)
         positions = inputs.next_positions.unsqueeze(1) + lane
-        tokens = torch.full_like(positions, head.mask_token)
-        hidden = head.mask_state.expand(*positions.shape, -1)
+        tokens = torch.full_like(positions, self._mask_token)
+        hidden = self._mask_state.expand(*positions.shape, -1)
         return torch.cat((last, self._run_pass(inputs, tokens, hidden, positions)), dim=1)
 
     def _run_pass(self, inputs: ExtendInputs, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def copy_snapshot(base):
 
 
 def _snapshot(source):
-    from outrider_sim.machine.pinned import alias, pin
+    from outrider_sim.machine.device_state import alias, pin
 
     return pin(alias(source).clone(), source._alloc)
 

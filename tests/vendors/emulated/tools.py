@@ -9,8 +9,7 @@ from torch_npu.npu.streams import Idle, Stream
 from outrider.device import InterfaceError, TorchEvent, TorchStream
 from outrider_sim.backend import ObserverTap
 from outrider_sim.exploration import SimControl
-from outrider_sim.machine.device_state import host_extent
-from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.machine.device_state import PinnedTensor, host_extent
 from outrider_sim.strategies import Exhaustive
 from outrider_sim.torch_device.opinfo import extent
 from outrider_sim.torch_device.tensor import SimTensor

@@ -2,7 +2,7 @@
 
 Torch's autograd engine holds a device guard while it runs a node, and for an external device the guard calls Python. A Python
 error that is pending at that moment ends the process. An operator that fails without a Python frame between the engine and
-itself therefore returns an `OperatorFailure` instead of raising. Torch rejects this result with an error of its own, which
+itself therefore returns a placeholder instead of raising. Torch rejects this result with an error of its own, which
 the guard survives; `SimAutogradEngine` then raises the operator's original error.
 
 The lists of autocast equal torch's lists for accelerators: operators that run in the lower precision, in float32, or in their
@@ -23,19 +23,6 @@ from torch import Tensor
 from torch.autograd import Variable
 
 
-class OperatorFailure:
-    """A placeholder that a failed operator returns instead of raising. Torch's error about the placeholder
-    contains its text.
-    """
-
-    def __init__(self, error: BaseException, number: int) -> None:
-        self._text = f"{error} (failure {number} of the simulated device)"
-        self.mark = f"(failure {number} of the simulated device)"
-
-    def __str__(self) -> str:
-        return self._text
-
-
 class SimAutogradEngine(torch._C._ImperativeEngine):
     """Torch's autograd engine, extended to raise the original error of a failed operator of the simulated device.
 
@@ -48,14 +35,16 @@ class SimAutogradEngine(torch._C._ImperativeEngine):
         self._numbers = itertools.count(1)
         self._kept: dict[str, BaseException] = {}
 
-    def store(self, error: BaseException) -> OperatorFailure:
-        """Keep the error of a failed operator, and return the placeholder that the operator returns."""
+    def store(self, error: BaseException) -> str:
+        """Keep the error of a failed operator, and return a placeholder, which the operator returns instead of raising.
+        Torch's error about the placeholder contains its text.
+        """
         with self._lock:
-            failure = OperatorFailure(error, next(self._numbers))
-            self._kept[failure.mark] = error
+            mark = f"(failure {next(self._numbers)} of the simulated device)"
+            self._kept[mark] = error
             if len(self._kept) > 64:
                 self._kept.pop(next(iter(self._kept)))
-            return failure
+            return f"{error} {mark}"
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass. Raises an operator's original error instead of torch's error about its result."""
@@ -81,7 +70,7 @@ class SimAutogradEngine(torch._C._ImperativeEngine):
 _BODY: CodeType = SimAutogradEngine.run_backward.__code__
 
 
-def install() -> Callable[[BaseException], OperatorFailure]:
+def install() -> Callable[[BaseException], str]:
     """Replace torch's autograd engine by `SimAutogradEngine`.
 
     Returns the function that an operator calls with its error: the function raises the error, or returns a placeholder that
@@ -90,7 +79,7 @@ def install() -> Callable[[BaseException], OperatorFailure]:
     engine = SimAutogradEngine()
     Variable._execution_engine = engine
 
-    def failed(error: BaseException) -> OperatorFailure:
+    def failed(error: BaseException) -> str:
         """Raise `error`, or return a placeholder for it if torch's engine called the operator without a Python
         frame between.
         """

@@ -18,12 +18,10 @@ from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access
 from outrider.device.kernels.operators import reads_no_elements
-from outrider_sim.machine.device_state import SimDeviceState
+from outrider_sim.machine.device_state import PinnedTensor, SimDeviceState
 from outrider_sim.machine.memory import Meta
-from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.machine.queue import Op, OperationKind, SourceLines, StreamQueue
-from outrider_sim.ranks.divergent_operators import divergent_implementation
-from outrider_sim.torch_device import composites, row_accesses
+from outrider_sim.torch_device import row_accesses
 from outrider_sim.torch_device.host_operators import HostOperators
 from outrider_sim.torch_device.opinfo import (
     CPU,
@@ -43,6 +41,7 @@ from outrider_sim.torch_device.opinfo import (
     results_of,
 )
 from outrider_sim.torch_device.planning import plan_call
+from outrider_sim.torch_device.replacements import composite_kernels, divergent_implementation
 from outrider_sim.torch_device.tensor import SimTensor, wrap
 from outrider_sim.torch_device.tensor_operators import TensorOperators
 
@@ -76,7 +75,7 @@ class Dispatcher:
             "aten::is_pinned": lambda *_: False,
         }
         self._special.update(self._host_operators.kernels())
-        self._special.update((f"aten::{name}", kernel) for name, kernel in composites.kernels())
+        self._special.update((f"aten::{name}", kernel) for name, kernel in composite_kernels())
         self._run_by_kind: dict[OperatorKind, Callable[..., Any]] = {
             OperatorKind.COMPUTE: self.compute,
             OperatorKind.VIEW: tensors.view,

@@ -28,7 +28,7 @@ _ATEN = torch.ops.aten
 
 
 class HostOperators:
-    """Implementations of operators of kind READ, of packed sequences, and of connectionist temporal classification (CTC)."""
+    """Implementations of operators of kind READ, and of packed sequences."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -40,8 +40,6 @@ class HostOperators:
             "aten::histc": self._histc,
             "aten::_pack_padded_sequence": self._pack,
             "aten::_pack_padded_sequence_backward": self._pack_backward,
-            "aten::_ctc_loss.Tensor": self._ctc,
-            "aten::_ctc_loss_backward.Tensor": self._ctc_backward,
         }
 
     def read_result(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -151,33 +149,3 @@ class HostOperators:
         self._dispatcher.note(op, extent(operand, False, argument), extent(made, True, "out"))
         sim.machine.enqueue(op, stream)
         return made
-
-    def _ctc(
-        self,
-        log_probs: SimTensor,
-        targets: Tensor,
-        input_lengths: Tensor,
-        target_lengths: Tensor,
-        blank: int = 0,
-        zero_infinity: bool = False,
-    ) -> Any:
-        return self._dispatcher(
-            _ATEN._ctc_loss.default,
-            (log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank, zero_infinity),
-            None,
-        )
-
-    def _ctc_backward(
-        self,
-        grad: SimTensor,
-        log_probs: SimTensor,
-        targets: Tensor,
-        input_lengths: Tensor,
-        target_lengths: Tensor,
-        *rest: Any,
-    ) -> Any:
-        return self._dispatcher(
-            _ATEN._ctc_loss_backward.default,
-            (grad, log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), *rest),
-            None,
-        )

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Access, ConfigError
+from outrider_sim.machine.device_state import PinnedTensor, alias
 from outrider_sim.machine.memory import meta_of
-from outrider_sim.machine.pinned import PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
 from outrider_sim.torch_device.opinfo import extent
 from outrider_sim.torch_device.tensor import SimTensor, wrap

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import Access
-from outrider_sim.machine.pinned import PinnedTensor, pin
-from outrider_sim.torch_device.composites import EMULATED
+from outrider_sim.machine.device_state import PinnedTensor, pin
+from outrider_sim.torch_device.replacements import EMULATED, PRODUCTS
 from outrider_sim.torch_device.tensor import SimTensor
 
 # Composite operators that never return an alias of an operand: run whole, as one operation, when they arrive whole
@@ -33,32 +33,9 @@ WHOLE = frozenset(
     }
 )
 # Views that their schema calls something else.
-HIDDEN_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias", "aten::lift"})
+HIDDEN_VIEWS = frozenset({"aten::_unsafe_view", "aten::lift"})
 # Tagged as data dependent, but only for boolean indices.
 INDEXING = frozenset({"aten::index.Tensor", "aten::index.Tensor_out", "aten::_unsafe_index.Tensor"})
-# They read device values on the host, or make shapes of them, whatever their tags say.
-READERS = frozenset(
-    {
-        "aten::_local_scalar_dense",
-        "aten::equal",
-        "aten::allclose",
-        "aten::nonzero",
-        "aten::masked_select",
-        "aten::bincount",
-        "aten::_unique2",
-        "aten::unique_dim",
-        "aten::unique_consecutive",
-        "aten::unique_dim_consecutive",
-        "aten::is_nonzero",
-        "aten::histc",
-    }
-)
-# CPU index tensors are moved to the device by these, as torch does.
-HOST_INDICES = frozenset(
-    {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index.Tensor"}
-)
-MATRIX = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::baddbmm"})
-
 
 PLAN_LIMIT = 4096
 """Maximum number of cached plans of an operator overload. Further plans are made again at each call."""
@@ -102,8 +79,9 @@ class OpInfo:
         self.random = torch.Tag.nondeterministic_seeded in tags
         self.random_if = "dropout_p" if "dropout_p" in self.names else ""
         self.indexing = self.name in INDEXING
-        self.takes_host_indices = self.name in HOST_INDICES
-        self.matrix = self.name in MATRIX
+        # CPU index tensors are moved to the device, as torch does.
+        self.takes_host_indices = [str(a.type) for a in schema.arguments[1:2]] == ["List[Optional[Tensor]]"]
+        self.matrix = self.name in PRODUCTS
         self.kind = self._classify(schema, tags)
         simple = self.kind is OperatorKind.COMPUTE and not self.writes
         self.out: Any = None
@@ -123,7 +101,7 @@ class OpInfo:
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
             return OperatorKind.VIEW
         dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-        if self.name in READERS or (dynamic and not self.indexing):
+        if dynamic and not self.indexing:
             return OperatorKind.READ
         return OperatorKind.COMPUTE
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.machine.device_state import exclude_ambient_dispatch
-from outrider_sim.machine.memory import Meta, contiguous, intern_meta, meta_of
-from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.machine.device_state import PinnedTensor, exclude_ambient_dispatch
+from outrider_sim.machine.memory import Meta, meta_of
 from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, ResultPlan, is_strided, without_generator
 from outrider_sim.torch_device.tensor import SimTensor
 
@@ -24,13 +23,9 @@ if TYPE_CHECKING:
     from outrider_sim.options import Personality
 
 _PROBED = 1 << 22
-"""Maximum bytes of operands and results for which a call is tried on zeros of its own shapes. A larger call runs without its
-`out=` overload.
+"""Maximum bytes of operands and results for which a call with one result is tried on zeros. A larger call runs without its
+`out=` overload. Calls with several results are always tried: torch's meta kernels give some of them other shapes.
 """
-
-_CUT = 8
-"""Maximum size of each dimension of the shortened operands with which a larger call is tried."""
-
 
 _Resized = tuple[tuple[str, Meta], ...]
 
@@ -69,10 +64,8 @@ def plan_call(
     out = False
     if not resized:
         by_host = info.by_host
-        if moved <= _PROBED:
+        if moved <= _PROBED or len(fresh) > 1:
             out = _probe(info, key, args, kwargs, tuple(fresh))
-        elif len(fresh) > 1 and _can_be_cut(info, key):
-            _probe_small(info, key, args, kwargs)
         if info.by_host and not by_host:
             return plan_call(info, key, args, kwargs, like)
     plan = info.plans[key] = ResultPlan(tuple(fresh), tuple(structure), cost, out, resized)
@@ -151,7 +144,7 @@ def _probe(
 
 def _try(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]) -> bool:
     sketch = _Sketch(info, args, kwargs)
-    result = _run_on_zeros(info, sketch, _zeros)
+    result = _run_on_zeros(info, sketch)
     if result is None:
         return False
     made = _fresh(info, result)
@@ -165,36 +158,7 @@ def _try(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tu
     return info.out is not None and bool(fresh) and _keeps_storage(info, sketch, fresh)
 
 
-def _probe_small(info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run a large call once with small zero operands, to find out whether the host kernel exists and its result shapes.
-
-    Draws no conclusion if the shortened operands don't fit together.
-    """
-    kind = ("cut", *_kind(key))
-    if not _probed(info) or info.by_host or kind in info.probed:
-        return
-    if len(info.probed) > PLAN_LIMIT:
-        info.probed.clear()
-    info.probed[kind] = False
-    sketch = _Sketch(info, args, kwargs)
-    made = _run_on_zeros(info, sketch, lambda meta: _zeros(_small_meta(meta)))
-    if made is None:
-        return
-    try:
-        with torch.no_grad(), torch._C._InferenceMode(False):
-            look = sketch.call(info.func, lambda meta: _meta_tensor(_small_meta(meta)), META)
-    except Exception:
-        return
-    _shapes_match(info, _fresh(info, made), _fresh(info, look))
-
-
-def _small_meta(meta: Meta) -> Meta:
-    """Return the operand's meta with each dimension limited to `_CUT`; equal dimensions stay equal."""
-    shape = tuple(min(size, _CUT) for size in meta.shape)
-    return intern_meta(torch.Size(shape), contiguous(shape), meta.dtype)
-
-
-def _run_on_zeros(info: OpInfo, sketch: _Sketch, make: Callable[[Meta], Tensor]) -> Any:
+def _run_on_zeros(info: OpInfo, sketch: _Sketch) -> Any:
     """Return the host kernel's result on zeros, or None if zeros are invalid values for the operator.
 
     Raises `NotImplementedError` if the host has no kernel for the operands.
@@ -203,7 +167,7 @@ def _run_on_zeros(info: OpInfo, sketch: _Sketch, make: Callable[[Meta], Tensor])
         # What a call on zeros has to say (an index, a singular matrix) is of no interest; only what can't be done is.
         with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), exclude_ambient_dispatch():
             warnings.simplefilter("ignore")
-            return sketch.call(info.run, make, CPU)
+            return sketch.call(info.run, _zeros, CPU)
     except NotImplementedError as error:
         raise _missing(info, error) from error
     except Exception as error:
@@ -273,15 +237,6 @@ def _probed(info: OpInfo) -> bool:
 
 def _kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple((m.dtype, len(m.shape), m.numel == 0) if isinstance(m, Meta) else m for m in key)
-
-
-def _can_be_cut(info: OpInfo, key: tuple[Any, ...]) -> bool:
-    """Return False if shortened operands could make the host kernel access memory out of bounds.
-
-    A number above `_CUT` may be a size, and a backward has operands whose sizes follow from others.
-    """
-    numbers = (value for value in key if isinstance(value, int) and not isinstance(value, bool))
-    return "backward" not in info.name and all(abs(number) <= _CUT for number in numbers)
 
 
 def _shapes_match(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:

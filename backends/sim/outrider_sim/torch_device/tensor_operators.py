@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import CaptureError
-from outrider_sim.machine.device_state import host_extent
+from outrider_sim.machine.device_state import PinnedTensor, alias, host_extent
 from outrider_sim.machine.memory import Meta, contiguous, intern_meta, meta_of
-from outrider_sim.machine.pinned import PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
 from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, Seeded, extent, without_generator
 from outrider_sim.torch_device.planning import plan_call

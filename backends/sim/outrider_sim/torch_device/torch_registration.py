@@ -19,13 +19,13 @@ from torch.utils import backend_registration
 
 from outrider.device import BackendLoadError
 from outrider.device.kernels.operators import exclude_from_dynamo
-from outrider_sim.machine.device_state import SimDeviceState
-from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.machine.device_state import PinnedTensor, SimDeviceState
 from outrider_sim.options import SimOptions
-from outrider_sim.torch_device import autograd, composites, tensor
+from outrider_sim.torch_device import autograd, tensor
 from outrider_sim.torch_device import torch_module as module
 from outrider_sim.torch_device.dispatch import Dispatcher
 from outrider_sim.torch_device.opinfo import OpInfo
+from outrider_sim.torch_device.replacements import composite_kernels
 from outrider_sim.torch_device.tensor import SimTensor
 from outrider_sim.torch_device.torch_module import SimTorchEvent, SimTorchStream, make_module
 from outrider_sim.torch_device.torch_slot import TorchRegistration
@@ -260,7 +260,7 @@ def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -
     # torch's own kernels for pinned memory need an accelerator build; these serve `Tensor.pin_memory()`.
     aten.impl("_pin_memory", _pin_memory(dispatcher), "CPU")
     aten.impl("is_pinned", lambda tensor, device=None: isinstance(tensor, PinnedTensor), "CPU")
-    for full, kernel in composites.kernels():
+    for full, kernel in composite_kernels():
         aten.impl(full, kernel, "AutogradPrivateUse1")
     yield aten
     fallback = torch.library.Library("_", "IMPL")

@@ -73,10 +73,10 @@ def quantize(
     """
     require_torch()
     from outrider.device.kernels.weight_formats import weight_format
+    from outrider.model.checkpoint.files import read_json
     from outrider.model.checkpoint.location import find_checkpoint
-    from outrider.model.checkpoint.reading import read_json
     from outrider.model.config.checkpoint_config import supported_families
-    from outrider.model.heads.head_checkpoint import ENVELOPE
+    from outrider.model.heads.draft_head import ENVELOPE
     from outrider.model.quantization.writing import quantize_checkpoint
 
     rounding = weight_format(format)

@@ -261,10 +261,9 @@ def has_mtp_heads(model: Path) -> bool:
 
     Its loader reports unreadable files.
     """
-    from outrider.model.checkpoint.files import GGUF_LIST
+    from outrider.model.checkpoint.files import GGUF_LIST, read_json
     from outrider.model.checkpoint.mapping import mtp_depth, mtp_format
     from outrider.model.checkpoint.opening import open_checkpoint
-    from outrider.model.checkpoint.reading import read_json
 
     if (model / GGUF_LIST).exists():
         return bool(read_json(model / "config.json").get("mtp_num_hidden_layers"))  # opening a GGUF file takes seconds

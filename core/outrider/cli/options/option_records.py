@@ -300,7 +300,7 @@ def _with_image_placeholders(
 
 
 def _read_image(path: Path) -> object:
-    from outrider.model.media.preprocessing import decode_image
+    from outrider.model.media.vision import decode_image
 
     try:
         data = read_bounded(path, "an image", _MAX_IMAGE_BYTES)

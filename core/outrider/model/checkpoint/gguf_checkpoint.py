@@ -29,7 +29,16 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, Extent, TensorFile, TensorSlice
+from outrider.model.checkpoint.files import (
+    GGUF_LIST,
+    CheckpointFiles,
+    Extent,
+    TensorFile,
+    TensorSlice,
+    read_json,
+    regular_size,
+    wrap_read_errors,
+)
 from outrider.model.checkpoint.gguf_config import (
     Convert,
     GgufMetadata,
@@ -38,7 +47,6 @@ from outrider.model.checkpoint.gguf_config import (
     model_config,
     without_one,
 )
-from outrider.model.checkpoint.reading import read_json, regular_size, wrap_read_errors
 
 _UNPACKED_FORMAT = 1
 """Number of this module's output format; part of the name of the cache entry."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.device import CACHE_FORMATS, Backend, CapabilityError, ConfigError, KernelSet, Stream
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.bulk import TensorRead, read_parts
-from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target
+from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, wrap_read_errors
 from outrider.model.checkpoint.mapping import (
     check_count,
     decoder_stem,
@@ -31,7 +31,6 @@ from outrider.model.checkpoint.mapping import (
     with_transposed_stacks,
 )
 from outrider.model.checkpoint.opening import open_checkpoint
-from outrider.model.checkpoint.reading import wrap_read_errors
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ModelConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.files import describe, present
 from outrider.model.checkpoint.gguf_checkpoint import unpack_gguf
-from outrider.model.checkpoint.reading import describe, present
 
 _REPOSITORY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
 _FETCHED_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model")

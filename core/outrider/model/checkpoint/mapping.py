@@ -14,7 +14,7 @@ experts: E experts, I intermediate size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -25,9 +25,9 @@ from torch import Tensor
 from outrider.device import DeltaRuleWeights
 from outrider.errors import CheckpointError
 from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorFile, TensorSlice
-from outrider.model.config.model_config import ExpertsConfig, ModelConfig, RecurrentConfig
+from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
-from outrider.model.layers.layer_weights import LayerWeights
+from outrider.model.layers.layer import LayerWeights
 from outrider.model.layers.ranks import Shards
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
@@ -243,95 +243,45 @@ def recurrent_targets(config: ModelConfig, prefix: str, name: str, present: Cont
     recurrent = config.recurrent
     assert recurrent is not None  # the caller asks for layers that are recurrent
     stem, hidden = f"{prefix}.linear_attn", config.hidden_size
-    layout = _Layout(recurrent, shards)
-    fused = any(f"{stem}.{part}.{kind}" in present for part in _FUSED_PARTS for kind in _STORED_WEIGHTS)
-    if fused:
-        projection, gates = layout.fused_projection(stem, hidden), layout.fused_gates(stem, hidden)
+    first, last = shards.attention.even(recurrent.key_heads)
+    is_whole = last - first == recurrent.key_heads
+    per_key, channels, width = recurrent.value_heads // recurrent.key_heads, recurrent.channels, recurrent.value_width
+    key_rows, value_rows = recurrent.key_size, per_key * recurrent.value_size  # rows per key head
+
+    def own_rows(size: int, start: int = 0) -> TensorSlice | None:
+        """Return this rank's rows in a block from row ``start`` on that has ``size`` rows per key head; None for all rows."""
+        return None if is_whole else TensorSlice(0, start + first * size, start + last * size)
+
+    def grouped(part: str, *sizes: int) -> tuple[Piece, ...]:
+        """Return the pieces of a tensor whose rows are grouped by key head, one block of each of ``sizes`` per group."""
+        group, heads = sum(sizes), range(first, last)
+        starts = [(head * group + sum(sizes[:index]), size) for index, size in enumerate(sizes) for head in heads]
+        slices = (TensorSlice(0, start, start + size) for start, size in starts)
+        return tuple(Piece(f"{stem}.{part}.weight", (group * recurrent.key_heads, hidden), rows) for rows in slices)
+
+    # Of q, k and v in a tensor over all channels of the convolution.
+    starts = ((key_rows, 0), (key_rows, recurrent.key_width), (value_rows, 2 * recurrent.key_width))
+    own_channels = (None,) if is_whole else tuple(own_rows(size, start) for size, start in starts)
+    if any(f"{stem}.{part}.{kind}" in present for part in _FUSED_PARTS for kind in _STORED_WEIGHTS):
+        projections = grouped(_FUSED_PARTS[0], key_rows, key_rows, value_rows, value_rows)
+        projections += grouped(_FUSED_PARTS[1], per_key, per_key)
     else:
-        projection, gates = layout.separate_projection(stem, hidden), layout.separate_gates(stem, hidden)
-    heads, values = (recurrent.value_heads,), recurrent.value_width
-    columns = layout.values(values, recurrent.value_size)
-    convolution = (recurrent.channels, 1, recurrent.kernel_size)
+        sizes = (("z", width, value_rows), ("b", recurrent.value_heads, per_key), ("a", recurrent.value_heads, per_key))
+        projections = (
+            *(Piece(f"{stem}.in_proj_qkv.weight", (channels, hidden), rows) for rows in own_channels),
+            *(Piece(f"{stem}.in_proj_{part}.weight", (rows, hidden), own_rows(size)) for part, rows, size in sizes),
+        )
+    output = Piece(f"{stem}.out_proj.weight", (hidden, width), as_columns(own_rows(value_rows)))
+    convolution = (Piece(f"{stem}.conv1d.weight", (channels, 1, recurrent.kernel_size), rows, True) for rows in own_channels)
+    a_log, dt_bias = (Piece(f"{stem}.{part}", (recurrent.value_heads,), own_rows(per_key)) for part in ("A_log", "dt_bias"))
     return [
-        Target(f"{name}.qkv", (*projection, *gates)),
-        Target(f"{name}.output", (Piece(f"{stem}.out_proj.weight", (hidden, values), as_columns(columns)),)),
-        Target(
-            f"{name}.{_RECURRENT}convolution",
-            tuple(Piece(f"{stem}.conv1d.weight", convolution, rows, stack=True) for rows in layout.channel_slices()),
-        ),
-        Target(f"{name}.{_RECURRENT}a_log", (Piece(f"{stem}.A_log", heads, layout.values(heads[0], 1)),), wide=True),
-        Target(f"{name}.{_RECURRENT}dt_bias", (Piece(f"{stem}.dt_bias", heads, layout.values(heads[0], 1)),), wide=True),
+        Target(f"{name}.qkv", projections),
+        Target(f"{name}.output", (output,)),
+        Target(f"{name}.{_RECURRENT}convolution", tuple(convolution)),
+        Target(f"{name}.{_RECURRENT}a_log", (a_log,), wide=True),
+        Target(f"{name}.{_RECURRENT}dt_bias", (dt_bias,), wide=True),
         Target(f"{name}.{_RECURRENT}norm", (Piece(f"{stem}.norm.weight", (recurrent.value_size,)),)),
     ]
-
-
-class _Layout:
-    """The rows of this rank's key heads and value heads in each tensor of a recurrent layer."""
-
-    def __init__(self, config: RecurrentConfig, shards: Shards) -> None:
-        self._config = config
-        self._first, self._last = shards.attention.even(config.key_heads)
-        self._values_per_key = config.value_heads // config.key_heads
-        self._is_whole = (self._first, self._last) == (0, config.key_heads)
-
-    def keys(self, offset: int) -> TensorSlice:
-        """Return this rank's rows of key heads in the block of q or k rows that starts at row ``offset``."""
-        size = self._config.key_size
-        return TensorSlice(0, offset + self._first * size, offset + self._last * size)
-
-    def values(self, rows: int, size: int, offset: int = 0) -> TensorSlice | None:
-        """Return this rank's rows of value heads, ``size`` rows per head, in the block of ``rows`` rows at ``offset``. None
-        if the rank reads the tensor as a whole.
-        """
-        if self._is_whole and rows == self._config.value_heads * size:
-            return None
-        each = self._values_per_key * size
-        return TensorSlice(0, offset + self._first * each, offset + self._last * each)
-
-    def channel_slices(self) -> tuple[TensorSlice | None, ...]:
-        """Return this rank's rows of q, k and v in a tensor over all channels of the convolution, in this order."""
-        config = self._config
-        if self._is_whole:
-            return (None,)
-        values = self.values(config.channels, config.value_size, 2 * config.key_width)
-        return self.keys(0), self.keys(config.key_width), values
-
-    def separate_projection(self, stem: str, hidden: int) -> tuple[Piece, ...]:
-        """Return the pieces of q, k, v and the output gate for a checkpoint with a tensor for each."""
-        config = self._config
-        qkv = [Piece(f"{stem}.in_proj_qkv.weight", (config.channels, hidden), rows) for rows in self.channel_slices()]
-        gate = self.values(config.value_width, config.value_size)
-        return *qkv, Piece(f"{stem}.in_proj_z.weight", (config.value_width, hidden), gate)
-
-    def separate_gates(self, stem: str, hidden: int) -> tuple[Piece, ...]:
-        """Return the pieces of the gates b and a for a checkpoint with a tensor for each."""
-        heads = self._config.value_heads
-        rows = self.values(heads, 1)
-        return tuple(Piece(f"{stem}.in_proj_{kind}.weight", (heads, hidden), rows) for kind in ("b", "a"))
-
-    def fused_projection(self, stem: str, hidden: int) -> tuple[Piece, ...]:
-        """Return the pieces of q, k, v and the output gate for a checkpoint with one tensor, whose rows are grouped by key
-        head.
-        """
-        config = self._config
-        values = self._values_per_key * config.value_size
-        sizes = (config.key_size, config.key_size, values, values)
-        rows = config.channels + config.value_width
-        return self._grouped(f"{stem}.in_proj_qkvz.weight", (rows, hidden), sizes)
-
-    def fused_gates(self, stem: str, hidden: int) -> tuple[Piece, ...]:
-        """Return the pieces of the gates b and a for a checkpoint with one tensor, whose rows are grouped by key head."""
-        sizes = (self._values_per_key, self._values_per_key)
-        return self._grouped(f"{stem}.in_proj_ba.weight", (2 * self._config.value_heads, hidden), sizes)
-
-    def _grouped(self, key: str, shape: tuple[int, int], sizes: tuple[int, ...]) -> tuple[Piece, ...]:
-        pieces, start = [], 0
-        for size in sizes:
-            for head in range(self._first, self._last):
-                first = head * sum(sizes) + start
-                pieces.append(Piece(key, shape, TensorSlice(0, first, first + size)))
-            start += size
-        return tuple(pieces)
 
 
 def as_columns(rows: TensorSlice | None) -> TensorSlice | None:
@@ -493,31 +443,18 @@ def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, 
     inner, count = experts.intermediate_size, experts.count
     held = shards.held_experts(count)
     span = shards.mlp.even(inner) if held is None else (0, inner)
-    gate_up_shape, down_shape = (count, 2 * inner, hidden), (count, hidden, inner)
+    gates: Sequence[TensorSlice | None] = [None]
+    downs: Sequence[TensorSlice | None] = [None]
     if held is not None:
-        gates, downs = (
-            [
-                Piece(f"{stem}.{stack}", shape, TensorSlice(0, 0, shape[1], matrix=expert), stack=True)
-                for expert in range(*held)
-            ]
-            for stack, shape in ((_STACKS[0], gate_up_shape), (_STACKS[1], down_shape))
-        )
-    elif span == (0, inner):
-        gates = [Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, stack=True)]
-        downs = [Piece(f"{stem}.{_STACKS[1]}", down_shape, stack=True)]
-    else:
-        gates = [
-            Piece(
-                f"{stem}.{_STACKS[0]}",
-                gate_up_shape,
-                TensorSlice(0, half + span[0], half + span[1], matrix=expert),
-                stack=True,
-            )
-            for expert in range(count)
-            for half in (0, inner)
-        ]
-        downs = [Piece(f"{stem}.{_STACKS[1]}", down_shape, TensorSlice(1, *span), stack=True)]
-    return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", tuple(downs))]
+        gates, downs = ([TensorSlice(0, 0, rows, each) for each in range(*held)] for rows in (2 * inner, hidden))
+    elif span != (0, inner):
+        starts = [(half + span[0], half + span[1]) for half in (0, inner)]
+        gates, downs = [TensorSlice(0, *rows, each) for each in range(count) for rows in starts], [TensorSlice(1, *span)]
+    parts = (("gate_up", gates, (count, 2 * inner, hidden)), ("down", downs, (count, hidden, inner)))
+    return [
+        Target(f"{name}.{field}", tuple(Piece(f"{stem}.{field}_proj", shape, each, stack=True) for each in slices))
+        for field, slices, shape in parts
+    ]
 
 
 def stack_experts(experts: ExpertsConfig, fields: dict[str, Any]) -> dict[str, Any]:

@@ -18,16 +18,20 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, Extent, TensorFile, TensorSlice
-from outrider.model.checkpoint.gguf_checkpoint import open_gguf
-from outrider.model.checkpoint.reading import (
+from outrider.model.checkpoint.files import (
     EXPECTED_CHECKPOINT,
+    GGUF_LIST,
     JSON_LIMIT,
+    CheckpointFiles,
+    Extent,
+    TensorFile,
+    TensorSlice,
     present,
     read_json,
     regular_size,
     wrap_read_errors,
 )
+from outrider.model.checkpoint.gguf_checkpoint import open_gguf
 
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _FETCH_AGAIN = "if it's truncated or corrupt, fetch it again"

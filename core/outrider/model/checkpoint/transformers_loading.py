@@ -11,10 +11,10 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError, DeviceFault, DeviceLost, OutOfDeviceMemory
 from outrider.errors import CheckpointError
+from outrider.model.checkpoint.files import describe, present, read_json, regular_size, wrap_read_errors
 from outrider.model.checkpoint.loading import loading_stream
 from outrider.model.checkpoint.location import refuse_other_formats
 from outrider.model.checkpoint.opening import open_checkpoint
-from outrider.model.checkpoint.reading import describe, present, read_json, regular_size, wrap_read_errors
 from outrider.model.config.checkpoint_config import special_tokens
 from outrider.model.config.config_fields import check_any_config
 from outrider.model.config.model_config import ModelConfig

@@ -12,8 +12,8 @@ import torch
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.files import describe, present, read_json, wrap_read_errors
 from outrider.model.checkpoint.location import refuse_other_formats
-from outrider.model.checkpoint.reading import describe, present, read_json, wrap_read_errors
 from outrider.model.config.config_fields import MAX_CONTEXT, config_fields, is_whole, parse_config
 from outrider.model.config.layer_configs import (
     HYBRID_FAMILIES,

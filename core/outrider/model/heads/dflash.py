@@ -7,7 +7,7 @@ Letters: T tokens of text, N new tokens, H hidden size, A number of captured tar
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,35 +15,18 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import HeadNorms, ResidualStream, RotaryArgs
-from outrider.device.kernels.weights import Weight, linear, prepare
+from outrider.device.kernels.weights import linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import Piece, Target
-from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
+from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, table_target
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
-from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint
+from outrider.model.heads.draft_head import ENVELOPE, BaseDraftHead, HeadCheckpoint, HeadWeights, head_weights
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer_weights import LayerWeights
+from outrider.model.layers.layer import LayerWeights
 from outrider.model.layers.ranks import Shards
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DFlashWeights:
-    """Device tensors of a DFlash head, in the model's dtype."""
-
-    fusion: Weight
-    """Projection [H, A H] of the A captured states to the state that the text's keys and values are computed from."""
-    hidden_norm: Tensor
-    """Norm weight [H] of the projected state."""
-    norm: Tensor
-    """Weight [H] of the final norm."""
-    layers: tuple[LayerWeights, ...]
-    """The layers, whose attention norms q and k."""
-    embedding: Tensor | None = None
-    """Embedding table [V, H] of the head's own; None uses the target's."""
 
 
 class DFlashHead(BaseDraftHead):
@@ -55,26 +38,21 @@ class DFlashHead(BaseDraftHead):
 
     ``block_size`` counts the positions of a block, the last known token's included. The other positions hold ``mask_token``.
     In ``causal`` layers, one value for all or one for each, a position attends only to earlier positions of the block.
-    ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads. ``head`` and ``ids`` are those of
-    :class:`BaseDraftHead`.
+    ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads. The head's layers norm q and k.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: DFlashWeights,
+        weights: HeadWeights,
         target: LanguageModel,
         *,
         block_size: int,
         mask_token: int,
         aux_hidden_state_layers: tuple[int, ...],
         causal: bool | tuple[bool, ...] = False,
-        head: Weight | None = None,
-        ids: Tensor | None = None,
     ) -> None:
-        super().__init__(config, target, weights.layers, head=head, ids=ids)
-        self.weights = weights
-        prepare(self.kernels, weights.fusion)
+        super().__init__(config, weights, target)
         self.block_size = block_size
         self.mask_token = mask_token
         self._causal = (causal,) * config.num_layers if isinstance(causal, bool) else causal
@@ -92,9 +70,10 @@ class DFlashHead(BaseDraftHead):
 
         ``aux_hidden_states`` are the target's states [T, H]. ``positions`` are int64 [T] or [3, T].
         """
-        config, kernels = self.config, self.kernels
-        fused = linear(kernels, side_by_side(aux_hidden_states), self.weights.fusion)
-        text = kernels.rms_norm(fused, self.weights.hidden_norm, config.rms_eps)
+        config, kernels, fusion, hidden_norm = self.config, self.kernels, self.weights.fusion, self.weights.hidden_norm
+        assert fusion is not None
+        assert hidden_norm is not None
+        text = kernels.rms_norm(linear(kernels, side_by_side(aux_hidden_states), fusion), hidden_norm, config.rms_eps)
         cos_sin = self._rotary(positions, prompt_lens)
         for weights, pages in zip(self.weights.layers, cache.layers, strict=True):
             assert weights.k_norm is not None  # every DFlash layer has one
@@ -119,7 +98,8 @@ class DFlashHead(BaseDraftHead):
             x = layer.forward(x, seen, cos_sin, pages)
             if index == 0:  # write_text_cache wrote the text's keys and values before the first layer
                 inputs, causal_inputs = inputs.after_first_layer(), causal_inputs.after_first_layer()
-        return x.norm(self.weights.norm, self.config.rms_eps)
+        assert self.weights.final_norm is not None  # every DFlash head has one
+        return x.norm(self.weights.final_norm, self.config.rms_eps)
 
     def _keys_values(self, text: Tensor, weights: LayerWeights) -> Tensor:
         """Return keys and values side by side, [T, 2 Hkv D].
@@ -162,9 +142,7 @@ def load_dflash(checkpoint: HeadCheckpoint) -> DFlashHead:
     ids = checkpoint.target_ids(draft_vocab, config.vocab_size)
     with checkpoint.load(config, targets_of) as (local, weights):
         ids = None if ids is None else ids.to(checkpoint.backend.device)
-        return DFlashHead(
-            local, dflash_weights(local, weights), checkpoint.target, head=weights.get("head"), ids=ids, **options
-        )
+        return DFlashHead(local, head_weights(weights, local.num_layers, target_ids=ids), checkpoint.target, **options)
 
 
 def _read_options(checkpoint: HeadCheckpoint, config: ModelConfig) -> dict[str, Any]:
@@ -249,7 +227,7 @@ def dflash_targets(
     targets = [
         Target("fusion", (Piece("fc.weight", (hidden, num_captured * hidden)),)),
         Target("hidden_norm", (Piece("hidden_norm.weight", (hidden,)),)),
-        Target("norm", (Piece("norm.weight", (hidden,)),)),
+        Target("final_norm", (Piece("norm.weight", (hidden,)),)),
     ]
     if "embed_tokens.weight" in present:
         targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
@@ -258,14 +236,3 @@ def dflash_targets(
     for index in range(config.num_layers):
         targets += layer_targets(config, f"layers.{index}", f"layers.{index}", shards=shards)
     return targets
-
-
-def dflash_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DFlashWeights:
-    """Return the head's weights from the tensors of :func:`dflash_targets`, by name."""
-    return DFlashWeights(
-        fusion=weights["fusion"],
-        hidden_norm=weights["hidden_norm"],
-        norm=weights["norm"],
-        embedding=weights.get("embedding"),
-        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
-    )

@@ -23,8 +23,8 @@ from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeig
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.device.kernels.weights import Weight, label
 from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.files import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.checkpoint.loading import loading_stream
-from outrider.model.checkpoint.reading import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.config.config_fields import is_whole
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
@@ -35,7 +35,7 @@ from outrider.model.quantization.loading import map_scales
 DraftFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32"]
 DRAFT_FORMATS = tuple(WEIGHT_FORMATS)
 """Formats to which a draft's weights are rounded."""
-_PRODUCTS = frozenset({"qkv", "output", "gate_up", "down", "fusion", "projection", "head"})
+_PRODUCTS = frozenset({"qkv", "output", "gate_up", "down", "fusion", "head"})
 """Last parts of the names of a head's weights that are multiplied with activations."""
 _FILE_SUFFIXES = (".json", ".pt")
 _EXPECTED_FILE = "expected a list of numbers in JSON, or one that torch saved, without code of its own"

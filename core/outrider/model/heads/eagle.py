@@ -12,7 +12,7 @@ Letters: T new tokens, N rows of logits, H hidden size of the head, Ht of the ta
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Container, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,34 +23,19 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet, ResidualStream, SeparateInput
-from outrider.device.kernels.weights import Weight, linear, prepare
+from outrider.device.kernels.weights import Weight, linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target
-from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
+from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, table_target
 from outrider.model.config.config_fields import MAX_LAYERS, is_whole
 from outrider.model.config.model_config import ModelConfig
-from outrider.model.heads.draft_head import BaseDraftHead
+from outrider.model.heads.draft_head import ENVELOPE, BaseDraftHead, HeadCheckpoint, HeadWeights, head_weights
 from outrider.model.heads.draft_output import DraftVocabulary, with_output_head
-from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EagleWeights:
-    """Device tensors of an EAGLE head, in the model's dtype."""
-
-    fusion: Weight
-    """Projection [H, 2 H] of a token's embedding and the hidden state side by side."""
-    fusion_bias: Tensor | None
-    """Bias [H] of the projection, or None."""
-    embedding: Tensor
-    """Embedding table [V, H]: the head's own, or the target's tensor if the checkpoint has none."""
-    layers: tuple[LayerWeights, ...]
 
 
 class EagleHead(BaseDraftHead):
@@ -62,13 +47,6 @@ class EagleHead(BaseDraftHead):
     """
 
     reads_hidden = True
-
-    def __init__(
-        self, config: ModelConfig, weights: EagleWeights, target: LanguageModel, *, head: Weight | None = None
-    ) -> None:
-        super().__init__(config, target, weights.layers, head=head)
-        self.weights = weights
-        prepare(self.kernels, weights.fusion)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return predicted hidden states [T, H], or [S, H] of the kept rows, without a final norm.
@@ -82,42 +60,16 @@ class EagleHead(BaseDraftHead):
 
     def _fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the fusion [T, H] of the tokens' embeddings with ``hidden`` [T, H]."""
-        fusion, bias = self.weights.fusion, self.weights.fusion_bias
+        fusion, bias, embedding = self.weights.fusion, self.weights.fusion_bias, self.weights.embedding
+        assert fusion is not None
+        assert embedding is not None
         if self.target.ranks.is_single:
-            return self.kernels.fuse_embedding(tokens, self.weights.embedding, hidden, fusion, bias)
-        embedded = self.target.embed_from_table(tokens, self.weights.embedding)
+            return self.kernels.fuse_embedding(tokens, embedding, hidden, fusion, bias)
+        embedded = self.target.embed_from_table(tokens, embedding)
         return linear(self.kernels, torch.cat((embedded, hidden), dim=-1), fusion, bias)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Weights:
-    """Device tensors of an EAGLE-3 head, in the model's dtype."""
-
-    fusion: Weight | None
-    """Projection [H, 3 Ht] of the three target states side by side; None if the head reads the target's final state."""
-    embedding: Tensor
-    """Embedding table [V, H]."""
-    head: Weight | None
-    """The output head [Vd, H], or None for the target's."""
-    norm: Tensor
-    """Weight [H] of the final norm."""
-    hidden_norm: Tensor
-    """Weight [H] of the norm of the hidden state."""
-    layers: tuple[LayerWeights, ...]
-    """The layers. The first one's attention reads the normed embedding and hidden state side by side: ``qkv`` is
-    [(Hq + 2 Hkv) D, 2 H]. Its ``attention_norm`` normalizes the embedding.
-    """
-    target_ids: Tensor | None
-    """Target token of each draft token, int64 [Vd]; None if both vocabularies are the same."""
-    input_norm: Tensor | None = None
-    """Weight [3 Ht] of a norm over the three joined states, or None."""
-    state_norms: tuple[Tensor, ...] = ()
-    """Three weights [Ht], one norm for each state, or empty."""
-    mask_state: Tensor | None = None
-    """State [H] that a P-EAGLE head reads where the fused target states are unknown; None for other heads."""
-
-
-def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels: KernelSet) -> Tensor:
+def fuse(weights: HeadWeights, states: tuple[Tensor, ...], eps: float, kernels: KernelSet) -> Tensor:
     """Fuse three of the target's states, each [T, Ht], into the state [T, H] that the head reads."""
     if weights.state_norms:
         states = tuple(kernels.rms_norm(x, w, eps) for x, w in zip(states, weights.state_norms, strict=True))
@@ -141,16 +93,16 @@ class Eagle3Head(BaseDraftHead):
     def __init__(
         self,
         config: ModelConfig,
-        weights: Eagle3Weights,
+        weights: HeadWeights,
         target: LanguageModel,
         *,
         aux_hidden_state_layers: tuple[int, ...],
         norm_before_residual: bool = False,
         norm_output: bool = False,
+        mask_token: int | None = None,
     ) -> None:
-        super().__init__(config, target, weights.layers, head=weights.head, ids=weights.target_ids)
-        self.weights = weights
-        prepare(self.kernels, weights.fusion)
+        super().__init__(config, weights, target)
+        self.mask_token = mask_token
         self.aux_hidden_state_layers = aux_hidden_state_layers
         self.reads_hidden = not aux_hidden_state_layers
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
@@ -168,51 +120,24 @@ class Eagle3Head(BaseDraftHead):
         :meth:`EagleHead.forward`.
         """
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
-        embedding_norm = weights.layers[0].attention_norm
-        assert embedding_norm is not None  # every EAGLE-3 head has one
+        embedding_norm, hidden_norm = weights.layers[0].attention_norm, weights.hidden_norm
+        assert embedding_norm is not None
+        assert hidden_norm is not None
+        assert weights.embedding is not None
+        assert weights.final_norm is not None
         cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
         embedded = kernels.rms_norm(self.target.embed_from_table(inputs.tokens, weights.embedding), embedding_norm, eps)
-        normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
+        normed = kernels.rms_norm(hidden, hidden_norm, eps)
         rows = normed if self._norm_before_residual else hidden.clone()
         x = ResidualStream(kernels, rows, SeparateInput(torch.cat((embedded, normed), dim=-1)))
         x = self._forward_layers(x, inputs, cos_sin, cache)
-        return x.norm(weights.norm, eps) if self._norm_output else x.add()
+        return x.norm(weights.final_norm, eps) if self._norm_output else x.add()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, Vd] of the draft vocabulary for the head's states ``hidden`` [N, H]."""
-        normed = hidden
-        if not self._norm_output:
-            normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
-        return super().logits(normed)
-
-
-class PEagleHead(Eagle3Head):
-    """Drafts several tokens in one pass. Positions without target states read ``mask_state`` and ``mask_token``.
-
-    Such a position follows the last known token and depends on earlier positions only through their keys and values.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Eagle3Weights,
-        target: LanguageModel,
-        *,
-        mask_token: int,
-        aux_hidden_state_layers: tuple[int, ...],
-        norm_before_residual: bool = False,
-        norm_output: bool = False,
-    ) -> None:
-        super().__init__(
-            config,
-            weights,
-            target,
-            aux_hidden_state_layers=aux_hidden_state_layers,
-            norm_before_residual=norm_before_residual,
-            norm_output=norm_output,
-        )
-        assert weights.mask_state is not None  # every P-EAGLE head has one
-        self.mask_token, self.mask_state = mask_token, weights.mask_state
+        norm = self.weights.final_norm
+        assert norm is not None
+        return super().logits(hidden if self._norm_output else self.kernels.rms_norm(hidden, norm, self.config.rms_eps))
 
 
 # -- options in the config of an EAGLE-3 head --------------------------------------------------------------------------
@@ -378,16 +303,6 @@ def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards =
     return targets
 
 
-def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding: Tensor) -> EagleWeights:
-    """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
-    return EagleWeights(
-        fusion=weights["fusion"],
-        fusion_bias=weights.get("fusion_bias"),
-        embedding=weights.get("embedding", embedding),
-        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
-    )
-
-
 def eagle3_targets(
     config: ModelConfig,
     target: ModelConfig,
@@ -401,7 +316,7 @@ def eagle3_targets(
     """
     hidden, states = config.hidden_size, len(options.layers)
     targets = [
-        Target("norm", (Piece("norm.weight", (hidden,)),)),
+        Target("final_norm", (Piece("norm.weight", (hidden,)),)),
         Target("hidden_norm", (Piece(f"{options.prefix}.hidden_norm.weight", (hidden,)),)),
     ]
     if states:
@@ -423,23 +338,6 @@ def eagle3_targets(
     return targets
 
 
-def eagle3_weights(
-    weights: Mapping[str, Any], *, num_layers: int, embedding: Tensor, target_ids: Tensor | None
-) -> Eagle3Weights:
-    """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
-    return Eagle3Weights(
-        fusion=weights.get("fusion"),
-        embedding=weights.get("embedding", embedding),
-        head=weights.get("head"),
-        norm=weights["norm"],
-        hidden_norm=weights["hidden_norm"],
-        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(num_layers)),
-        target_ids=target_ids,
-        input_norm=weights.get("input_norm"),
-        state_norms=tuple(weights[name] for name in sorted(weights) if name.startswith("state_norms.")),
-    )
-
-
 def load_eagle(checkpoint: HeadCheckpoint) -> EagleHead:
     """Load an EAGLE head in its published format.
 
@@ -451,8 +349,8 @@ def load_eagle(checkpoint: HeadCheckpoint) -> EagleHead:
     targets_of = partial(eagle_targets, config, checkpoint.files.tensors)
     checkpoint.check(targets_of)
     with checkpoint.load(config, targets_of) as (local, weights):
-        record = eagle_weights(local, weights, embedding=checkpoint.target.embedding)
-        return EagleHead(local, record, checkpoint.target, head=weights.get("head"))
+        record = head_weights(weights, local.num_layers, embedding=checkpoint.target.embedding)
+        return EagleHead(local, record, checkpoint.target)
 
 
 def load_eagle3(checkpoint: HeadCheckpoint) -> Eagle3Head:
@@ -474,7 +372,7 @@ def load_eagle3(checkpoint: HeadCheckpoint) -> Eagle3Head:
         )
 
 
-def load_peagle(checkpoint: HeadCheckpoint) -> PEagleHead:
+def load_peagle(checkpoint: HeadCheckpoint) -> Eagle3Head:
     """Load a P-EAGLE head.
 
     The checkpoint is an EAGLE-3 head with the tensor ``mask_hidden`` ([1, 1, 3 Ht], [1, 3 Ht] or [3 Ht]). The config names
@@ -489,7 +387,7 @@ def load_peagle(checkpoint: HeadCheckpoint) -> PEagleHead:
     with _load_eagle3_weights(checkpoint, config, options, joined) as (local, record, weights):
         states = weights[_MASK_STATE].view(1, -1).chunk(len(options.layers), dim=-1)
         state = fuse(record, tuple(each.contiguous() for each in states), local.rms_eps, target.kernels)
-        return PEagleHead(
+        return Eagle3Head(
             local,
             replace(record, mask_state=state[0]),
             target,
@@ -520,7 +418,7 @@ def _read_eagle3_config(checkpoint: HeadCheckpoint, *, parallel: bool) -> tuple[
 @contextmanager
 def _load_eagle3_weights(
     checkpoint: HeadCheckpoint, config: ModelConfig, options: Eagle3Options, *more: Target
-) -> Generator[tuple[ModelConfig, Eagle3Weights, dict[str, Any]]]:
+) -> Generator[tuple[ModelConfig, HeadWeights, dict[str, Any]]]:
     """Check and load an EAGLE-3 head, in the scope of the loading stream.
 
     Yields the rank's config, its weights, and all loaded weights by name, among them those of the targets ``more``.
@@ -538,7 +436,7 @@ def _load_eagle3_weights(
             weights["head"], ids = _rows_of_target(checkpoint, ids)
         elif ids is not None:
             ids = ids.to(checkpoint.backend.device)
-        record = eagle3_weights(weights, num_layers=local.num_layers, embedding=target.embedding, target_ids=ids)
+        record = head_weights(weights, local.num_layers, embedding=target.embedding, target_ids=ids)
         yield local, record, weights
 
 

@@ -9,7 +9,7 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ResidualStream
-from outrider.device.kernels.weights import Weight, linear, prepare
+from outrider.device.kernels.weights import linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import Piece, Target
 from outrider.model.checkpoint.mapping import (
@@ -26,7 +26,6 @@ from outrider.model.checkpoint.mapping import (
     is_model,
     is_mtp_tensor,
     layer_targets,
-    layer_weights,
     mtp_depth,
     offset_norms,
 )
@@ -34,29 +33,12 @@ from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import MAX_LAYERS, is_whole
 from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
-from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.head_checkpoint import HeadCheckpoint
+from outrider.model.heads.draft_head import BaseDraftHead, HeadCheckpoint, HeadWeights, head_weights
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization.cache import scale_keys
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MtpWeights:
-    """Device tensors of one multi-token prediction head. The norms are [H]."""
-
-    token_norm: Tensor
-    hidden_norm: Tensor
-    projection: Weight
-    """Projection [H, 2 H] of the normed hidden state and the normed embedding side by side, in this order unless the head
-    reads the embedding first.
-    """
-    layers: tuple[LayerWeights, ...]
-    """The head's one layer."""
-    final_norm: Tensor
 
 
 class MtpHead(BaseDraftHead):
@@ -72,26 +54,28 @@ class MtpHead(BaseDraftHead):
     def __init__(
         self,
         config: ModelConfig,
-        weights: MtpWeights,
+        weights: HeadWeights,
         target: LanguageModel,
         *,
         ahead: int,
         embedding_first: bool = False,
     ) -> None:
-        super().__init__(config, target, weights.layers)
-        self.weights = weights
-        prepare(self.kernels, weights.projection)
+        super().__init__(config, weights, target)
         self.ahead = ahead
         self._embedding_first = embedding_first
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
+        assert weights.token_norm is not None
+        assert weights.hidden_norm is not None
+        assert weights.fusion is not None
+        assert weights.final_norm is not None
         cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
         embedded = kernels.rms_norm(self.target.embed_inputs(inputs), weights.token_norm, eps)
         states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         joined = (embedded, states) if self._embedding_first else (states, embedded)
-        x = ResidualStream(kernels, linear(kernels, torch.cat(joined, dim=-1), weights.projection))
+        x = ResidualStream(kernels, linear(kernels, torch.cat(joined, dim=-1), weights.fusion))
         return self._forward_layers(x, inputs, cos_sin, cache).norm(weights.final_norm, eps)
 
 
@@ -104,22 +88,18 @@ def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -
         targets += [
             Target(f"{name}.token_norm", (Piece(f"{prefix}.token_layernorm.weight", (hidden,)),)),
             Target(f"{name}.hidden_norm", (Piece(f"{prefix}.hidden_layernorm.weight", (hidden,)),)),
-            Target(f"{name}.projection", (Piece(f"{prefix}.input_proj.weight", (hidden, 2 * hidden)),)),
+            Target(f"{name}.fusion", (Piece(f"{prefix}.input_proj.weight", (hidden, 2 * hidden)),)),
             Target(f"{name}.final_norm", (Piece(f"{prefix}.final_layernorm.weight", (hidden,)),)),
         ]
-        targets += layer_targets(config, prefix, f"{name}.layer", shards=shards)
+        targets += layer_targets(config, prefix, f"{name}.layers.0", shards=shards)
     return targets
 
 
-def mtp_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | None = None) -> MtpWeights:
+def mtp_weights(loaded: Mapping[str, Any], name: str, experts: ExpertsConfig | None = None) -> HeadWeights:
     """Return the weights of the head ``name`` from the loaded tensors. ``experts`` is the config of a mixture."""
-    return MtpWeights(
-        token_norm=weights[f"{name}.token_norm"],
-        hidden_norm=weights[f"{name}.hidden_norm"],
-        projection=weights[f"{name}.projection"],
-        layers=(layer_weights(weights, f"{name}.layer", experts),),
-        final_norm=weights[f"{name}.final_norm"],
-    )
+    prefix = f"{name}."
+    own = {key.removeprefix(prefix): value for key, value in loaded.items() if key.startswith(prefix)}
+    return head_weights(own, 1, experts=experts)
 
 
 def load_mtp(checkpoint: HeadCheckpoint) -> tuple[MtpHead, ...]:
@@ -216,10 +196,10 @@ def chained_mtp_targets(config: ModelConfig, present: Container[str], shards: Sh
     targets = [
         Target(f"{HEAD_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
         Target(f"{HEAD_NAME}.hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
-        Target(f"{HEAD_NAME}.projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
+        Target(f"{HEAD_NAME}.fusion", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
         Target(f"{HEAD_NAME}.final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
-        *layer_targets(config, _LAYER, f"{HEAD_NAME}.layer", mlp=not mixture, shards=shards),
+        *layer_targets(config, _LAYER, f"{HEAD_NAME}.layers.0", mlp=not mixture, shards=shards),
     ]
     if mixture:
-        targets += expert_targets(config, _LAYER, f"{HEAD_NAME}.layer", present, shards)
+        targets += expert_targets(config, _LAYER, f"{HEAD_NAME}.layers.0", present, shards)
     return list(offset_norms(config, targets))

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line, shown
-from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
+from outrider.model.checkpoint.files import present, read_json, wrap_read_errors
 
 _TEMPLATE_FILE, _LEGACY_FILE = "chat_template.jinja", "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, shown
-from outrider.model.checkpoint.reading import present, read_bytes, read_json, wrap_read_errors
+from outrider.model.checkpoint.files import present, read_bytes, read_json, wrap_read_errors
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -17,7 +17,7 @@ from outrider.device import ConfigError
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
+from outrider.model.checkpoint.files import present, read_json, wrap_read_errors
 from outrider.model.config.config_fields import is_whole
 from outrider.model.quantization.cache import KEY, MODELOPT_KEY
 from outrider.model.quantization.loading import Quantization, check_quantized_mode

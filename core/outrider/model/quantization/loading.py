@@ -16,8 +16,7 @@ from outrider.device.kernels.reference.model import dequantize
 from outrider.device.kernels.weight_formats import widen_scales
 from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorSlice
-from outrider.model.checkpoint.reading import wrap_read_errors
+from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorSlice, wrap_read_errors
 from outrider.model.quantization.cache import read_scale_strategy
 from outrider.model.quantization.storages import FLOATS, Scheme, repeat_rows
 

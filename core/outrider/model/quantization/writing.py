@@ -22,12 +22,11 @@ from outrider.device import ConfigError
 from outrider.device.kernels.formats import ElementFormat
 from outrider.device.kernels.weight_formats import WeightFormat, weight_format
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles
+from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, read_json
 from outrider.model.checkpoint.loading import Progress
 from outrider.model.checkpoint.location import refuse_other_formats
 from outrider.model.checkpoint.mapping import is_model, vision_name
 from outrider.model.checkpoint.opening import open_checkpoint
-from outrider.model.checkpoint.reading import read_json
 from outrider.model.media.chat_template import MORE_TEMPLATES
 from outrider.model.quantization.config import read_quantization
 from outrider.model.quantization.storages import COMPRESSED_STORAGES

@@ -209,13 +209,15 @@ class FormatReader:
         *,
         max_calls: int | None = None,
         calls_first: bool = False,
+        only_calls: bool = False,
     ) -> None:
         """Create a reader for one answer.
 
         ``prompt`` is the text before the answer. Without ``tools`` all calls are content; ``max_calls`` limits them. With
-        ``calls_first`` the first call begins the answer.
+        ``calls_first`` the first call begins the answer. With ``only_calls`` text after a call is left out: it is the start
+        of a call that a limit cut off.
         """
-        self._calls_first = calls_first
+        self._calls_first, self._only_calls = calls_first, only_calls
         self._regions = [region for region in model_format.regions if tools or region.kind != "call"]
         self._parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._max_calls = max_calls
@@ -243,6 +245,8 @@ class FormatReader:
         next(self._parts)
         if last and self._space and not self._drops_space:
             self._delta["content"] = self._delta.get("content", "") + self._space
+        if self._only_calls and self.has_calls:
+            self._delta.pop("content", None)
         return self._delta
 
     # -- content and reasoning ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.media.chat_template import ChatTemplate
-from outrider.model.media.preprocessing import decode_image
+from outrider.model.media.vision import decode_image
 from outrider.serve.api.model_formats import ModelFormat, choose_format
 from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, read_object, thinking_variables
 from outrider.serve.api.responses import bad_request

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from starlette.responses import Response
+from starlette.types import Send
 
 from outrider.model import Tokenizer
 from outrider.serve.api.request_fields import ChatRequest, CompletionRequest
-from outrider.serve.api.responses import DONE_EVENT, DeferredResponse, EventStreamResponse, encode_event
+from outrider.serve.api.responses import DONE_EVENT, ConnectedResponse, encode_event, send_events, send_json
 from outrider.serve.api.service import ChoiceDelta, Generation, Service, chat_logprobs, completion_logprobs
 
 
@@ -36,10 +37,14 @@ class ResponseWriter(ABC):
 
     def respond(self, service: Service, *, stream: bool | None) -> Response:
         """Return the response, whole or streamed."""
-        close = self._generation.close
-        if stream:
-            return EventStreamResponse(self.write_events, close=close, write_s=service.config.write_timeout_s, end=self.end)
-        return DeferredResponse(self.write_whole, close=close)
+
+        async def work(send: Send) -> None:
+            if stream:
+                await send_events(send, self.write_events(), write_s=service.config.write_timeout_s, end=self.end)
+            else:
+                await send_json(send, await self.write_whole())
+
+        return ConnectedResponse(work, close=self._generation.close)
 
 
 class CompletionWriter(ResponseWriter):

@@ -186,78 +186,54 @@ class ClientGone(Exception):
     """Raised when the client has closed its connection, or hasn't read for the allowed time."""
 
 
-class DeferredResponse(Response):
-    """A JSON response whose body ``work`` computes.
+class ConnectedResponse(Response):
+    """A response that ``work`` sends to a connected client.
 
     If the client disconnects first, ``work`` is cancelled. ``close`` is called once, after success, error or disconnection.
     """
 
-    def __init__(self, work: Callable[[], Awaitable[Mapping[str, Any]]], *, close: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[Send], Awaitable[None]], *, close: Callable[[], None]) -> None:
         super().__init__()
         self._work = work
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run ``work`` and send its result as the response, or raise :class:`ClientGone`."""
+        """Run ``work``, or raise :class:`ClientGone`."""
         del scope
         try:
-            data = await _run_while_connected(receive, self._work())
+            await _run_while_connected(receive, self._work(send))
         finally:
             self._close()
-        await _send_whole(send, 200, json.dumps(data).encode(), {})
 
 
-class EventStreamResponse(Response):
-    """A response that streams the encoded events that ``work`` yields.
+async def send_json(send: Send, data: Any) -> None:
+    """Send ``data`` as the whole response, in JSON."""
+    await _send_whole(send, 200, json.dumps(data).encode(), {})
 
-    If the client disconnects, or takes more than ``write_s`` seconds to read a piece, ``work`` is cancelled. ``close`` is
-    called once, after success, error or disconnection. ``end`` is the last event, which follows ``work`` and its errors.
+
+async def send_events(send: Send, events: AsyncIterator[bytes], *, write_s: float, end: bytes) -> None:
+    """Send the encoded ``events``, then the event ``end``. An :class:`ApiError` is sent as an event.
+
+    Raises :class:`ClientGone` if the client takes more than ``write_s`` seconds to read a piece.
     """
 
-    def __init__(
-        self,
-        work: Callable[[], AsyncIterator[bytes]],
-        *,
-        close: Callable[[], None],
-        write_s: float,
-        end: bytes = DONE_EVENT,
-    ) -> None:
-        super().__init__()
-        self._work = work
-        self._close = close
-        self._write_s = write_s
-        self._end = end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, then the last one, or raise :class:`ClientGone`. An :class:`ApiError` is sent as an event."""
-        del scope
+    async def write(piece: bytes) -> None:
         try:
-            await _run_while_connected(receive, self._send_events(send))
-        finally:
-            self._close()
-
-    async def _send_events(self, send: Send) -> None:
-        headers = [
-            (b"content-type", _EVENTS_CONTENT_TYPE),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            async for piece in self._work():
-                await self._write(send, piece)
-        except ApiError as error:
-            await self._write(send, b"data: " + error.encode() + b"\n\n")
-        if self._end:
-            await self._write(send, self._end)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write(self, send: Send, piece: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._write_s):
+            async with asyncio.timeout(write_s):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except TimeoutError:
-            raise ClientGone(f"the client hasn't read for {self._write_s:g} s") from None
+            raise ClientGone(f"the client hasn't read for {write_s:g} s") from None
+
+    headers = [(b"content-type", _EVENTS_CONTENT_TYPE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    try:
+        async for piece in events:
+            await write(piece)
+    except ApiError as error:
+        await write(b"data: " + error.encode() + b"\n\n")
+    if end:
+        await write(end)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def send_error(send: Send, error: ApiError, path: str) -> None:

@@ -47,15 +47,6 @@ class NamedToolReader:
         return {"tool_calls": [{"index": 0, **_call(name, text)}]}
 
 
-class CallListReader(FormatReader):
-    """A reader for required calls: all text is a JSON list of calls, which a guide has enforced."""
-
-    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Return the calls that ``text`` completes. The start of a further call, which a limit cut off, isn't content."""
-        delta = super().feed(text, last=last)
-        return {name: value for name, value in delta.items() if name != "content" or not self.has_calls}
-
-
 class ParsedResponseReader:
     """A reader that uses transformers' response parser. A call that can't be read, with its markers, is content.
 
@@ -176,7 +167,7 @@ class RequestToolCalls:
         if isinstance(self._choice, NamedTool):
             reader = NamedToolReader(self._choice.function.name)
         elif self._choice == "required":
-            reader = CallListReader(_CALL_LIST, prompt, self._tools)
+            reader = FormatReader(_CALL_LIST, prompt, self._tools, only_calls=True)
         elif self.guide.unless:
             reader = _format_reader(self._answer_format, "", self._tools, self._max_calls, calls_first=True)
         else:

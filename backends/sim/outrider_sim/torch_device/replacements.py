@@ -1,7 +1,10 @@
-"""Composite operators that torch runs differently for tensors implemented in Python.
+"""Functions that run instead of an operator's own kernel: composites, emulated operators, and injected differences.
 
-Some `out=` overloads then don't write the passed tensor. They are replaced by the operator without `out=` and a copy.
-`ctc_loss` is replaced because torch's composite then rejects lengths in host memory.
+Composite operators are those that torch runs differently for tensors implemented in Python. Some `out=` overloads then don't
+write the passed tensor. They are replaced by the operator without `out=` and a copy. `ctc_loss` is replaced because torch's
+composite then rejects lengths in host memory.
+
+Differences are injected between one rank's device or host and the other ranks'.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAMES = ("matmul", "linalg_matrix_rank")
+# -- composites ----------------------------------------------------------------------------------------------------------
+
+_COMPOSITES = ("matmul", "linalg_matrix_rank")
 
 
-def _kernel(packet: Any) -> Callable[..., Tensor]:
+def _copy_to_out(packet: Any) -> Callable[..., Tensor]:
     def run(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         result: Tensor = packet(*args, **kwargs)
         if not torch.can_cast(result.dtype, out.dtype):
@@ -35,14 +40,17 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_
     return result
 
 
-def kernels() -> Iterator[tuple[str, Callable[..., Tensor]]]:
+def composite_kernels() -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """Yield the operators' names with overload, and their implementations."""
     yield "ctc_loss.Tensor", _ctc_loss
-    for name in _NAMES:
+    for name in _COMPOSITES:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             if any(argument.name == "out" for argument in getattr(packet, overload)._schema.arguments):
-                yield f"{name}.{overload}", _kernel(packet)
+                yield f"{name}.{overload}", _copy_to_out(packet)
+
+
+# -- operators that the host lacks ---------------------------------------------------------------------------------------
 
 
 def _add_bias(gates: Tensor, bias: Tensor | None) -> Tensor:
@@ -117,3 +125,60 @@ EMULATED: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 """Functions on host tensors that compute operators which the host lacks, by schema name."""
+
+
+# -- injected differences ------------------------------------------------------------------------------------------------
+
+
+DIVERGENCES: Mapping[str, str] = MappingProxyType(
+    {
+        "tie": "of equal values, argmax, max and topk take the last where other devices take the first",
+        "ulp": "products of matrices are one unit in the last place larger",
+        "slow": "the calling host thread goes on only when nothing else can",
+    }
+)
+"""The kinds of injected differences, with their effects. A difference lasts until the next reset."""
+
+PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::baddbmm"})
+
+Run = Callable[..., Any]
+
+
+def _last(dim: int, tensor: Tensor, indices: Tensor) -> Tensor:
+    return tensor.shape[dim] - 1 - indices
+
+
+def _argmax(tensor: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    if dim is None:
+        flat = tensor.flatten()
+        return _last(0, flat, flat.flip(0).argmax())
+    return _last(dim, tensor, tensor.flip(dim).argmax(dim, keepdim=keepdim))
+
+
+def _max(tensor: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = tensor.flip(dim).max(dim, keepdim=keepdim)
+    return values, _last(dim, tensor, indices)
+
+
+def _topk(tensor: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    values, indices = tensor.flip(dim).topk(k, dim, largest, sorted)
+    return values, _last(dim, tensor, indices)
+
+
+_TIES: Mapping[str, Run] = MappingProxyType({"aten::argmax": _argmax, "aten::max.dim": _max, "aten::topk": _topk})
+
+
+def divergent_implementation(kinds: frozenset[str], name: str, run: Run) -> Run | None:
+    """Return the function that runs operator `name` on a device with divergences `kinds`, or None for the usual function."""
+    found = _TIES.get(name) if "tie" in kinds else None
+    if "ulp" in kinds and name.partition(".")[0] in PRODUCTS:
+        found = _larger(run)
+    return found
+
+
+def _larger(run: Run) -> Run:
+    def larger(*args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = run(*args, **kwargs)
+        return torch.nextafter(result, torch.full_like(result, float("inf"))) if result.dtype.is_floating_point else result
+
+    return larger
