@@ -49,7 +49,7 @@ def expected(model, key):
         ((WRITE, RECORD, lang.Synchronize("within", 0), READ), True),
         ((WRITE, RECORD, lang.RecordStep(1, 0), WAIT, READ), False),  # a later generation, of another stream
         ((WRITE, lang.Synchronize("stream", 1), READ), False),
-        ((WRITE, lang.Elsewhere((RECORD, WAIT)), READ), True),
+        ((WRITE, lang.ThreadsStep((RECORD, WAIT)), READ), True),
         ((WRITE, lang.ThreadsStep((RECORD,), (lang.Slow(1),)), READ), False),
         ((WRITE, RECORD, WAIT, READ, lang.HostRead(0)), False),  # the host waited for nothing
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,33 +44,6 @@ class _Leave(Exception):
     """Raised by a program's step inside a scope, to leave the scope by an exception."""
 
 
-class _OtherThread:
-    """A second host thread that runs tasks while the caller waits."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="outrider-program", daemon=True).start()
-
-    def run_task(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-        error = self._done.get()
-        if error is not None:
-            raise error
-
-    def end_thread(self) -> None:
-        self._tasks.put(None)
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-                self._done.put(None)
-            except BaseException as error:
-                self._done.put(error)
-            del task
-
-
 class ProgramRun:
     """One execution of one random program on a backend."""
 
@@ -89,7 +61,6 @@ class ProgramRun:
         self.origins: dict[int, Stream] = {}  # the stream on which a graph's callable enqueues its work
         self.buffers: list[Tensor] = []
         self.slots: list[PinnedBuffer] = []
-        self._other: _OtherThread | None = None
         for index, memory in enumerate(program.slots):
             slot = backend.empty_pinned(f"slot {index}", (memory.count,), lang.dtype_of(memory))
             slot.tensor.copy_(lang.pattern(index, memory.count, lang.dtype_of(memory)))
@@ -111,19 +82,15 @@ class ProgramRun:
 
     def run_program(self) -> None:
         """Run all steps and check the final memory. Raises :class:`WrongProgramValue` or :class:`StepFailed`."""
-        try:
-            for index, step in enumerate(self.program.steps):
-                self.step(step, (index,))
-            path = (len(self.program.steps),)
-            self._attempt(path, lang.Synchronize("device"), lambda: self.backend.synchronize())
-            for index, buffer in enumerate(self.buffers):
-                self._compare(self.expected[*path, 0, index], buffer.cpu(), f"buffer {index} at the end")
-            for index in range(len(self.slots)):
-                self._compare(self.expected[*path, 1, index], self._pinned(index), f"slot {index} at the end")
-            self.backend.release_finished()
-        finally:
-            if self._other is not None:
-                self._other.end_thread()
+        for index, step in enumerate(self.program.steps):
+            self.step(step, (index,))
+        path = (len(self.program.steps),)
+        self._attempt(path, lang.Synchronize("device"), lambda: self.backend.synchronize())
+        for index, buffer in enumerate(self.buffers):
+            self._compare(self.expected[*path, 0, index], buffer.cpu(), f"buffer {index} at the end")
+        for index in range(len(self.slots)):
+            self._compare(self.expected[*path, 1, index], self._pinned(index), f"slot {index} at the end")
+        self.backend.release_finished()
 
     def step(self, step: Step, path: Path) -> None:
         """Run one step on the calling thread."""
@@ -325,20 +292,13 @@ class ProgramRun:
             if step.raises:
                 raise _Leave
 
-    def _elsewhere(self, step: lang.Elsewhere, path: Path) -> None:
-        if self._other is None:
-            self._other = _OtherThread()
-        self._other.run_task(lambda: self._inside(step.steps, (*path, 0)))
-
     def _together(self, step: lang.ThreadsStep, path: Path) -> None:
-        bodies = [
-            lambda n=n, steps=steps: self._inside(steps, (*path, n)) for n, steps in enumerate((step.first, step.second))
-        ]
+        bodies = [partial(self._inside, steps, (*path, n)) for n, steps in enumerate((step.first, step.second)) if steps]
         control = self.backend.control
-        if control is not None:
+        if control is not None and len(bodies) > 1:
             control.run_threads(*bodies)
             return
-        ready = threading.Barrier(len(bodies))
+        ready = threading.Barrier(max(len(bodies), 1))
 
         def begin_together(body: Callable[[], None]) -> None:
             ready.wait()

@@ -310,9 +310,9 @@ class _ProgramDraft:
         self.emit(lang.Copy(b, to, source, True))
 
     def _perhaps_elsewhere(self, *steps: Step) -> None:
-        """Add the steps to the program, sometimes on the other host thread."""
+        """Add the steps to the program, sometimes on another host thread."""
         if self.chance(50 if self.family == "threads" else 15):
-            self.emit(lang.Elsewhere(steps))
+            self.emit(lang.ThreadsStep(steps))
         else:
             for step in steps:
                 self.emit(step)
@@ -412,7 +412,7 @@ class _ProgramDraft:
 
     def _elsewhere(self) -> Step | None:
         found = self.several(3, self.inner)
-        return lang.Elsewhere(found) if found else None
+        return lang.ThreadsStep(found) if found else None
 
     def _scope(self) -> Step | None:
         # On a device that computes in host memory, host accesses inside a scope are work of the stream.

@@ -241,18 +241,14 @@ class ScopeStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A step that runs ``steps`` on the other host thread, while this thread waits for it."""
-
-    steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ThreadsStep:
-    """A step in which two host threads run their own steps concurrently. They share no stream, memory, event or graph."""
+    """A step that new host threads run while this thread waits: ``first`` alone, or both concurrently.
+
+    Two threads share no stream, memory, event or graph.
+    """
 
     first: tuple[Step, ...]
-    second: tuple[Step, ...]
+    second: tuple[Step, ...] = ()
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -327,7 +323,6 @@ Step = (
     | HostWrite
     | HostRead
     | ScopeStep
-    | Elsewhere
     | ThreadsStep
     | CaptureStep
     | ReplayStep
@@ -354,7 +349,7 @@ Path = tuple[int, ...]
 
 def inner(step: Step) -> tuple[tuple[Step, ...], ...]:
     """Return the lists of steps inside a step."""
-    if isinstance(step, ScopeStep | Elsewhere):
+    if isinstance(step, ScopeStep):
         return (step.steps,)
     return (step.first, step.second) if isinstance(step, ThreadsStep) else ()
 

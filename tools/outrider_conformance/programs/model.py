@@ -368,15 +368,13 @@ class Model:
         self._check(self.host_clock, (("slot", step.slot),), ())
         self._expect(path, ("slot", step.slot))
 
-    def _scope(self, step: lang.ScopeStep | lang.Elsewhere, path: Path) -> None:
+    def _scope(self, step: lang.ScopeStep, path: Path) -> None:
         for number, within in enumerate(step.steps):
             self.apply(within, (*path, 0, number))
 
-    _elsewhere = _scope
-
     def _together(self, step: lang.ThreadsStep, path: Path) -> None:
         used = [_named_resources(steps) for steps in (step.first, step.second)]
-        if used[0] & used[1] or ("device", 0) in used[0] | used[1]:
+        if all(used) and (used[0] & used[1] or ("device", 0) in used[0] | used[1]):
             raise ForbiddenStep("the two threads share something")
         state, home = self.state, self.state.host
         for number, steps in enumerate((step.first, step.second)):

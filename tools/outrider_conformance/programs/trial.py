@@ -269,7 +269,7 @@ def _smaller(steps: Steps) -> Iterator[Steps]:
 
 
 def _smaller_replacements(step: Step) -> Iterator[Steps]:
-    if isinstance(step, lang.ScopeStep | lang.Elsewhere):
+    if isinstance(step, lang.ScopeStep):
         yield step.steps
         for steps in _smaller(step.steps):
             if steps:
