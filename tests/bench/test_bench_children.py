@@ -144,7 +144,7 @@ def test_what_a_child_has_started_ends_with_it(tmp_path):
         "    more = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
         "    pathlib.Path(work['file']).write_text(str(more.pid))\n"
         "    time.sleep(work['seconds'])\n"
-        "    return {}\n"
+        "    return work\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     for seconds, limit_s in ((60, 15), (0, 60)):

@@ -414,9 +414,9 @@ class _PeerRace:
             variables |= {name: str(keep / name.lower()) for name in _CACHE_VARIABLES}
             log = keep / f"{each.engine}-{each.speculate}.log"
         given = {**asdict(self.work), "speculate": each.speculate, "backend": str(self.spec), "options": self.options}
-        module = f"outrider_bench.peers.{each.engine}"
+        function = f"outrider_bench.peers.{each.engine}:serve"
         python = sys.executable if vllm is None else str(vllm.vllm_python or sys.executable)
-        session = open_session(module, given, variables=variables, limit_s=self.limit_s, log=log, python=python)
+        session = open_session(function, given, variables=variables, limit_s=self.limit_s, log=log, python=python)
         try:
             opened = stack.enter_context(session)
         except BenchFailed as error:

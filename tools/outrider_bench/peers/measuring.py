@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from outrider.device.errors import OutriderError
-from outrider.registry.children import end_with_parent
 from outrider_bench.child import BenchFailed
 from outrider_bench.load import StreamedAnswer, latencies, token_ids
 from outrider_bench.peers.work import PeerWork
@@ -206,32 +204,19 @@ def installed_versions() -> dict[str, str]:
 # -- the child process -------------------------------------------------------------------------------------------------
 
 
-def serve_runs(open_peer: Callable[[PeerWork, str, Path, Mapping[str, Any]], Peer]) -> None:
-    """Open the engine, then answer each line of standard input with one line on standard output; a child process calls this.
+def serve_runs(given: Mapping[str, Any], open_peer: Callable[[PeerWork, Path], Peer]) -> Iterator[Mapping[str, object]]:
+    """Yield the description of an engine, then the figures of the run that each line of standard input asks for.
 
-    ``open_peer`` gets the work, the proposer, a directory for checkpoints, and all that the parent sent. The engine's own
-    output goes to standard error.
+    ``given`` has the work that the parent sent. ``open_peer`` gets the work and a directory for checkpoints.
     """
-    end_with_parent()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(found: Mapping[str, object]) -> None:
-        print(json.dumps(found), file=answers, flush=True)
-
-    given = json.loads(sys.argv[1])
     began = time.perf_counter()
-    try:
-        work = PeerWork.from_json(given)
-        peer = open_peer(work, given["speculate"], Path(work.keep or given["scratch"]), given)
-        runs = PeerRuns(peer, work)
-        began += peer.tuned_s
-        taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}
-        say({"version": peer.version, "settings": peer.settings, "versions": installed_versions(), **taken})
-        for line in sys.stdin:
-            say(_measure(runs, json.loads(line)))
-    except OutriderError as error:
-        say({"failed": str(error)})
+    work = PeerWork.from_json(given)
+    peer = open_peer(work, Path(work.keep or given["scratch"]))
+    runs = PeerRuns(peer, work)
+    taken = {"start_s": time.perf_counter() - began - peer.tuned_s, "tuned_s": peer.tuned_s}
+    yield {"version": peer.version, "settings": peer.settings, "versions": installed_versions(), **taken}
+    for line in sys.stdin:
+        yield _measure(runs, json.loads(line))
 
 
 def _measure(runs: PeerRuns, request: Mapping[str, Any]) -> dict[str, object]:
