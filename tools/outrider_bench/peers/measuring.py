@@ -92,44 +92,38 @@ class PeerRuns:
         tokens and gaps).
         """
         phase, case = request["phase"], request["case"]
+        requests = self._work.requests(phase, case)
         key = phase if phase == "mixed" else f"{phase} {case}"
         if key not in self._warm:
             self._warm.add(key)
-            self._warm_up(phase, case)
-        if phase == "decode":
-            return self._decode(case, self._work.prompt_tokens)
-        if phase == "context":
-            return self._decode(1, case)
-        if phase == "prefill":
-            return self._prefill(case)
-        if phase == "batch-prefill":
-            return self._batch_prefill(*case)
-        return self._latency() if case == "latency" else self._mixed()
-
-    def _warm_up(self, phase: str, case: Any) -> None:
-        """Run the case in short: all requests with few tokens each, or an eighth of a load."""
+            self._warm_up(phase, requests)
+        prompts, counts = [self._prompt(tokens) for tokens, _ in requests], [count for _, count in requests]
         if phase in ("decode", "context"):
-            few = min(_WARM_TOKENS, self._work.new_tokens)
-            batch, tokens = (case, self._work.prompt_tokens) if phase == "decode" else (1, case)
-            self._timed([self._prompt(tokens) for _ in range(batch)], [few] * batch)
-        elif phase == "prefill":
-            self._prefill(case)
-        elif phase == "batch-prefill":
-            self._batch_prefill(*case)
-        else:
-            prompts, counts = self._load()
-            some = -(-len(counts) // 8)
-            self._timed(prompts[:some], counts[:some])
+            return self._decode(prompts, counts)
+        if case == "latency":
+            return self._latency(prompts, counts)
+        seconds, counted = self._timed(prompts, counts)
+        if phase == "prefill":
+            return {"first_token_ms": 1e3 * seconds}
+        if phase == "batch-prefill":
+            return {"seconds": seconds, "prompt_tokens_per_s": sum(map(len, prompts)) / seconds}
+        return {"seconds": seconds, "tokens_per_s": sum(counts) / seconds, **(counted or {"acceptance_length": 1.0})}
 
-    def _decode(self, batch: int, tokens: int) -> dict[str, object]:
+    def _warm_up(self, phase: str, requests: Sequence[tuple[int, int]]) -> None:
+        """Run the case in short: all requests with few tokens each, or an eighth of a load."""
+        few = _WARM_TOKENS
+        if phase == "mixed":
+            requests, few = requests[: -(-len(requests) // 8)], max(count for _, count in requests)
+        self._timed([self._prompt(tokens) for tokens, _ in requests], [min(few, count) for _, count in requests])
+
+    def _decode(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> dict[str, object]:
         """Return the figures of all iterations but the first: the time of all new tokens less that of two tokens.
 
         An engine may return a first token before its draft has read the prompt. The second token includes that work.
         """
-        new = self._work.new_tokens
-        prompts = [self._prompt(tokens) for _ in range(batch)]
+        batch, new = len(prompts), counts[0]
         first, _ = self._timed(prompts, [min(2, new)] * batch)
-        whole, counted = self._timed(prompts, [new] * batch)
+        whole, counted = self._timed(prompts, counts)
         seconds = whole - first
         accepted = 1.0 if counted is None else counted["acceptance_length"]
         iterations = (new - 1) / accepted - 1
@@ -140,33 +134,15 @@ class PeerRuns:
             "tokens_per_s": batch * accepted * iterations / seconds,
             **(counted or {"acceptance_length": accepted}),
         }
-        limit = self._peer.limit_ms(batch, tokens + new / 2)
+        limit = self._peer.limit_ms(batch, len(prompts[0]) + new / 2)
         return found if limit is None else found | {"limit_ms": limit}
 
-    def _prefill(self, tokens: int) -> dict[str, object]:
-        seconds, _ = self._timed([self._prompt(tokens)], [1])
-        return {"first_token_ms": 1e3 * seconds}
-
-    def _batch_prefill(self, requests: int, tokens: int) -> dict[str, object]:
-        seconds, _ = self._timed([self._prompt(tokens) for _ in range(requests)], [1] * requests)
-        return {"seconds": seconds, "prompt_tokens_per_s": requests * tokens / seconds}
-
-    def _mixed(self) -> dict[str, object]:
-        prompts, counts = self._load()
-        seconds, counted = self._timed(prompts, counts)
-        return {"seconds": seconds, "tokens_per_s": sum(counts) / seconds, **(counted or {"acceptance_length": 1.0})}
-
-    def _latency(self) -> dict[str, object]:
-        prompts, counts = self._load()
+    def _latency(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> dict[str, object]:
         answers = self._peer.stream(prompts, counts)
         found = sum(sum(each.tokens) for each in answers)
         if found != sum(counts):
             raise BenchFailed(f"asked for {sum(counts)} new tokens, got {found}: that isn't the same work")
         return latencies(answers)
-
-    def _load(self) -> tuple[list[list[int]], list[int]]:
-        lengths = self._work.load.lengths
-        return [self._prompt(prompt) for prompt, _ in lengths], [output for _, output in lengths]
 
     def _prompt(self, tokens: int) -> list[int]:
         self._number += 1
