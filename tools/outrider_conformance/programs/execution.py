@@ -133,43 +133,34 @@ class ProgramRun:
     def _slow(self, step: lang.Slow, path: Path) -> None:
         self.lab.slow(self.streams[step.stream])
 
-    def _kernel(
-        self, step: lang.FillStep | lang.Copy | lang.Mix, stream: Stream, context: CaptureContext | None = None
-    ) -> None:
+    def _kernel(self, step: lang.WorkStep, stream: Stream, context: CaptureContext | None = None) -> None:
+        to = self._view(step.to, context)
+        source = to if step.source is None else self._view(step.source, context)
+        frozen = 0 if context is None else context.scalars["k"]
+        value = step.value if isinstance(step.value, int) else frozen
+        if step.kind == "send":
+            source = lang.pattern(int(value), step.to.count, to.dtype)
         with self.backend.on(stream):
-            if isinstance(step, lang.FillStep):
-                self._view(step.to, context).fill_(step.value)
-            elif isinstance(step, lang.Copy):
-                if step.asynchronous:
-                    self.backend.copy_async(self._view(step.to, context), self._view(step.source, context), stream=stream)
-                else:
-                    self._view(step.to, context).copy_(self._view(step.source, context))
-            elif step.add == "param" and context is not None:
-                tripled, to = self._view(step.source, context) * 3, self._view(step.to, context)
+            if step.kind == "fill":
+                to.fill_(value)
+            elif step.kind == "copy_async":
+                self.backend.copy_async(to, source, stream=stream)
+            elif step.kind in ("copy", "send"):
+                to.copy_(source)
+            elif step.value == "param" and context is not None:
+                tripled = source * 3
                 self.backend.reissue(context.params["n"], lambda values: _drop(torch.add(tripled, values[0], out=to)))
             else:
-                add = step.add if context is None or isinstance(step.add, int) else context.scalars["k"]
-                assert not isinstance(add, str)
-                temporary = self._view(step.source, context) * 3
-                temporary += add
-                self._view(step.to, context).copy_(temporary)
+                temporary = source * 3
+                temporary += value
+                to.copy_(temporary)
 
-    def _fill(self, step: lang.FillStep | lang.Mix, path: Path) -> None:
-        self._kernel(step, self.streams[step.stream])
-
-    _mix = _fill
-
-    def _copy(self, step: lang.Copy, path: Path) -> None:
-        if step.asynchronous:
-            self.backend.copy_async(self._view(step.to), self._view(step.source), stream=self.streams[step.stream])
+    def _work(self, step: lang.WorkStep, path: Path) -> None:
+        stream = self.streams[step.stream]
+        if step.kind == "copy_async" and step.source is not None:
+            self.backend.copy_async(self._view(step.to), self._view(step.source), stream=stream)
         else:
-            self._kernel(step, self.streams[step.stream])
-
-    def _send(self, step: lang.Send, path: Path) -> None:
-        to = self._view(step.to)
-        pageable = lang.pattern(step.seed, step.to.count, to.dtype)
-        with self.backend.on(self.streams[step.stream]):
-            to.copy_(pageable)
+            self._kernel(step, stream)
 
     def _item(self, step: lang.Item, path: Path) -> None:
         expectation = self.expected[path]
@@ -217,11 +208,12 @@ class ProgramRun:
 
     # -- order -----------------------------------------------------------------------------------------------------
 
-    def _record(self, step: lang.RecordStep, path: Path) -> None:
-        self.streams[step.stream].record(self.events[step.event])
-
-    def _wait(self, step: lang.WaitStep, path: Path) -> None:
-        self.streams[step.stream].wait(self.events[step.event])
+    def _event(self, step: lang.EventStep, path: Path) -> None:
+        stream, event = self.streams[step.stream], self.events[step.event]
+        if step.verb == "record":
+            stream.record(event)
+        else:
+            stream.wait(event)
 
     def _synchronize(self, step: lang.Synchronize, path: Path) -> None:
         if step.how == "device":
@@ -255,8 +247,11 @@ class ProgramRun:
             time.sleep(1e-4)
         return done
 
-    def _forget(self, step: lang.ReplaceEventStep, path: Path) -> None:
-        self.events[step.event] = self._create_event(step.event)
+    def _dropped(self, step: lang.DropStep, path: Path) -> None:
+        if step.what == "event":
+            self.events[step.number] = self._create_event(step.number)
+        else:
+            del self.graphs[step.number]
 
     def _signal(self, step: lang.Signal, path: Path) -> None:
         flag, event = self.flags[step.flag], self.events[step.event]
@@ -317,7 +312,7 @@ class ProgramRun:
     def _capture(self, step: lang.CaptureStep, path: Path) -> None:
         backend, stream = self.backend, self.streams[step.stream]
         written = sorted({work.to.of for work in step.work})
-        read = sorted({work.source.of for work in step.work if not isinstance(work, lang.FillStep)} - set(written))
+        read = sorted({work.source.of for work in step.work if work.source is not None} - set(written))
         edges = [backend.create_event(f"edge {n} of g{step.graph}") for n in range(2)]
 
         self.origins[step.graph] = stream
@@ -367,9 +362,6 @@ class ProgramRun:
         values = [step.value]
         self.graphs[step.graph].update_params({"n": values}, stream=self.streams[step.stream])
         values[0] = -8
-
-    def _dropgraph(self, step: lang.DropGraph, path: Path) -> None:
-        del self.graphs[step.graph]
 
 
 _HANDLERS = lang.handlers(ProgramRun)
