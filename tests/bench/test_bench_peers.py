@@ -115,7 +115,7 @@ def interrupted_at_the_second(monkeypatch):
         return answers.pop()
 
     @contextlib.contextmanager
-    def opened(module, work, *, variables, limit_s, log, python):
+    def opened(function, work, *, variables, limit_s, log, python):
         yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 1.0}, ask=ask)
 
     monkeypatch.setattr("outrider_bench.commands.peers.open_session", opened)
@@ -277,51 +277,52 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
 
 
 def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
-    (tmp_path / "dying.py").write_text("import sys; sys.exit('no such device')")
-    (tmp_path / "silent.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "dying.py").write_text("import sys\ndef serve(given):\n    sys.exit('no such device')")
+    (tmp_path / "silent.py").write_text("import time\ndef serve(given):\n    time.sleep(60)")
     path = {"PYTHONPATH": str(tmp_path)}
     with (
-        pytest.raises(BenchFailed, match="dying ended with exit code 1: no such device"),
-        open_session("dying", {}, variables=path, limit_s=30),
+        pytest.raises(BenchFailed, match="dying:serve ended with exit code 1: no such device"),
+        open_session("dying:serve", {}, variables=path, limit_s=30),
     ):
         pass
     began = time.monotonic()
     with (
-        pytest.raises(BenchFailed, match="silent didn't answer within"),
-        open_session("silent", {}, variables=path, limit_s=0.2),
+        pytest.raises(BenchFailed, match="silent:serve didn't answer within"),
+        open_session("silent:serve", {}, variables=path, limit_s=0.2),
     ):
         pass
     assert time.monotonic() - began < 30
 
 
 LATE = """
-import json, os, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print(json.dumps({"pid": os.getpid(), "worker": worker.pid}), flush=True)
-time.sleep(60)
+import os, subprocess, sys, time
+def serve(given):
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield {"pid": os.getpid(), "worker": worker.pid}
+    time.sleep(60)
 """
 
 
 def test_a_session_that_is_late_with_an_answer_is_ended_and_not_waited_for_again(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
-    with open_session("late", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
-        with pytest.raises(BenchFailed, match=r"late didn't answer within 0\.1 s; it was ended"):
+    with open_session("late:serve", {}, variables={"PYTHONPATH": str(tmp_path)}, limit_s=30) as opened:
+        with pytest.raises(BenchFailed, match=r"late:serve didn't answer within 0\.1 s; its processes were ended"):
             opened.ask({}, limit_s=0.1)
         with pytest.raises(ProcessLookupError):
             os.kill(opened.about["pid"], 0)
         assert gone(opened.about["worker"], seconds=30)
-        with pytest.raises(BenchFailed, match="late ended with exit code -9"):
+        with pytest.raises(BenchFailed, match="late:serve ended with exit code -9"):
             opened.ask({}, limit_s=60)
 
 
 SCRATCH = """
-import json, pathlib, sys, time
-given = json.loads(sys.argv[1])
-pathlib.Path(given["scratch"], "target").mkdir()
-if given["dies"]:
-    sys.exit("no such device")
-print(json.dumps({"scratch": given["scratch"]}), flush=True)
-time.sleep(60)
+import pathlib, sys, time
+def serve(given):
+    pathlib.Path(given["scratch"], "target").mkdir()
+    if given["dies"]:
+        sys.exit("no such device")
+    yield {"scratch": given["scratch"]}
+    time.sleep(60)
 """
 
 
@@ -340,7 +341,7 @@ def test_a_session_leaves_no_directory_behind_however_it_ends(ends, tmp_path, mo
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
     path, work = {"PYTHONPATH": str(tmp_path)}, {"dies": ends == "it dies"}
-    with ENDS[ends](), open_session("writing", work, variables=path, limit_s=30) as opened:
+    with ENDS[ends](), open_session("writing:serve", work, variables=path, limit_s=30) as opened:
         (scratch,) = place.iterdir()
         assert str(scratch) == opened.about["scratch"]
         assert [each.name for each in scratch.iterdir()] == ["target"]
@@ -424,11 +425,12 @@ def asked(monkeypatch):
     made = Asked()
 
     @contextlib.contextmanager
-    def opened(module, work, *, variables, limit_s, log, python):
-        made.interpreters[module.rpartition(".")[2]] = python
+    def opened(function, work, *, variables, limit_s, log, python):
+        engine = function.removeprefix("outrider_bench.peers.").removesuffix(":serve")
+        made.interpreters[engine] = python
 
         def ask(request, *, limit_s):
-            made.append((module.rpartition(".")[2], request["phase"], request["case"]))
+            made.append((engine, request["phase"], request["case"]))
             figures = {"iteration_ms": 4.0, "first_token_ms": 9.0, "seconds": 2.0, "tokens_per_s": 5.0 * len(made)}
             return figures | {"acceptance_length": 2.5, "first_tokens": None}
 

@@ -110,22 +110,20 @@ class _Orders:
             now["slot", step.slot.of] = tuple(content)
             return queues, tuple(sorted(now.items())), events, over
         works = self._works(step, path, events)
-        if isinstance(step, lang.RecordStep):
+        if isinstance(step, lang.EventStep) and step.verb == "record":
             events = tuple(path if n == step.event else event for n, event in enumerate(events))
         queues = tuple((*queue, *works) if n == step.stream else queue for n, queue in enumerate(queues))
         return queues, memory, events, over
 
     def _works(self, step, path, events):
-        if isinstance(step, lang.RecordStep):
-            return [("done", path)]
-        if isinstance(step, lang.WaitStep):
-            return [("wait", events[step.event])]
+        if isinstance(step, lang.EventStep):
+            return [("done", path) if step.verb == "record" else ("wait", events[step.event])]
         if isinstance(step, lang.Item):
             return [("item", path, ("buffer", step.of))]
-        if isinstance(step, lang.FillStep):
+        if step.kind == "fill":
             return [("move", _value(step.value, step.to.count), ("buffer", step.to.of), _places(step.to), None)]
         to, source = ((span.key, span) for span in (step.to, step.source))
-        make = _tripled(step.add) if isinstance(step, lang.Mix) else _same
+        make = _tripled(step.value) if step.kind == "mix" else _same
         return [("move", make, to[0], _places(to[1]), (source[0], _places(source[1])))]
 
 

@@ -28,16 +28,16 @@ def steps(draw, within=False):
     stream = draw(STREAM)
     if kind == "download":
         slot, source = draw(spans(SLOT, STREAM))
-        return [lang.Copy(stream, replace(slot, pinned=True), source, True)]
+        return [lang.copy_step(stream, replace(slot, pinned=True), source, True)]
     if kind == "upload":
         to, slot = draw(spans(STREAM, SLOT))
-        return [lang.Copy(stream, to, replace(slot, pinned=True), True)]
+        return [lang.copy_step(stream, to, replace(slot, pinned=True), True)]
     if kind in ("copy", "mix"):
         to, source = draw(spans(STREAM, STREAM))
-        return [lang.Mix(stream, to, source, 1) if kind == "mix" else lang.Copy(stream, to, source, True)]
+        return [lang.WorkStep(stream, "mix", to, source, 1) if kind == "mix" else lang.copy_step(stream, to, source, True)]
     if kind == "order":
         event = draw(EVENT)
-        return [lang.RecordStep(stream, event), lang.WaitStep(draw(STREAM), event)]
+        return [lang.EventStep("record", stream, event), lang.EventStep("wait", draw(STREAM), event)]
     if kind == "host":
         slot, wait = draw(SLOT), draw(st.sampled_from([("stream", stream), ("device", 0)]))
         read = st.sampled_from(
@@ -49,7 +49,7 @@ def steps(draw, within=False):
             lang.ThreadsStep(*(tuple(s for more in draw(st.lists(steps(True), max_size=2)) for s in more) for _ in range(2)))
         ]
     to, _ = draw(spans(STREAM, STREAM))
-    return [lang.FillStep(stream, to, draw(st.integers(1, 3)))]
+    return [lang.WorkStep(stream, "fill", to, value=draw(st.integers(1, 3)))]
 
 
 def taken(drawn):

@@ -18,8 +18,8 @@ from outrider_conformance.programs.model import ForbiddenStep, Unordered, run_on
 from outrider_conformance.programs.trial import ProgramFailed, program_count, script, try_program, try_programs
 
 WHOLE = ElementSpan(0, 0, 4)
-WRITE, READ = lang.FillStep(0, WHOLE, 7), lang.Copy(1, ElementSpan(0, 0, 4, pinned=True), WHOLE, True)
-RECORD, WAIT = lang.RecordStep(0, 0), lang.WaitStep(1, 0)
+WRITE, READ = lang.WorkStep(0, "fill", WHOLE, value=7), lang.copy_step(1, ElementSpan(0, 0, 4, pinned=True), WHOLE, True)
+RECORD, WAIT = lang.EventStep("record", 0, 0), lang.EventStep("wait", 1, 0)
 LONG = Path(__file__).parent / "long_programs.py"
 
 
@@ -47,9 +47,9 @@ def expected(model, key):
         ((WRITE, RECORD, READ, WAIT), False),  # the wait is too late
         ((WRITE, RECORD, WAIT, READ, WRITE), False),  # nothing keeps the second write behind the read
         ((WRITE, RECORD, lang.Synchronize("within", 0), READ), True),
-        ((WRITE, RECORD, lang.RecordStep(1, 0), WAIT, READ), False),  # a later generation, of another stream
+        ((WRITE, RECORD, lang.EventStep("record", 1, 0), WAIT, READ), False),  # a later generation, of another stream
         ((WRITE, lang.Synchronize("stream", 1), READ), False),
-        ((WRITE, lang.Elsewhere((RECORD, WAIT)), READ), True),
+        ((WRITE, lang.ThreadsStep((RECORD, WAIT)), READ), True),
         ((WRITE, lang.ThreadsStep((RECORD,), (lang.Slow(1),)), READ), False),
         ((WRITE, RECORD, WAIT, READ, lang.HostRead(0)), False),  # the host waited for nothing
     ],
@@ -63,14 +63,14 @@ def test_the_model_takes_what_edges_order_and_nothing_else(steps, free):
 
 
 def test_the_model_refuses_what_the_contract_forbids():
-    for steps in ((WAIT,), (lang.ReplayStep(0, 0),), (lang.ThreadsStep((WRITE,), (lang.RecordStep(0, 0),)),)):
+    for steps in ((WAIT,), (lang.ReplayStep(0, 0),), (lang.ThreadsStep((WRITE,), (lang.EventStep("record", 0, 0),)),)):
         with pytest.raises(ForbiddenStep):
             run_on_model(program(*steps))
 
 
 def test_replays_count_and_scalars_are_frozen():
     buffers = (ProgramMemory("int64", 2), ProgramMemory("int64", 2))
-    body = (lang.Mix(0, ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar"),)
+    body = (lang.WorkStep(0, "mix", ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar"),)
     steps = (lang.CaptureStep(0, 0, body, scalar=5, value=1), lang.ReplayStep(0, 0, times=3))
     model = run_on_model(program(*steps, buffers=buffers))
     assert expected(model, ("buffer", 0)).wanted.tolist() == [92, 92]  # 1 → 8 → 29 → 92
@@ -81,9 +81,14 @@ def test_replays_count_and_scalars_are_frozen():
 def test_a_device_without_graphs_replays_on_the_stream_of_the_replay(monkeypatch):
     """Its callable runs at each replay, and places its work there by name, whatever stream the capture was on."""
     buffers = (ProgramMemory("int64", 2), ProgramMemory("int64", 2))
-    mix = lang.Mix(0, ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar")
+    mix = lang.WorkStep(0, "mix", ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar")
     capture = lang.CaptureStep(0, 0, (mix,), scalar=5, value=1, fork=2, branch=(mix,), tail=(mix,))
-    behind = (lang.RecordStep(0, 0), lang.WaitStep(1, 0), lang.Slow(1), lang.FillStep(1, ElementSpan(0, 0, 2), 2))
+    behind = (
+        lang.EventStep("record", 0, 0),
+        lang.EventStep("wait", 1, 0),
+        lang.Slow(1),
+        lang.WorkStep(1, "fill", ElementSpan(0, 0, 2), value=2),
+    )
     model = run_on_model(program(capture, *behind, lang.ReplayStep(0, 1, times=2), buffers=buffers, streams=3))
     backend = get_backend("sim")
     declared = replace(backend.capabilities, captures_graphs=False, forks_in_capture=False)
@@ -130,8 +135,10 @@ def test_a_failing_program_is_a_script_that_runs_alone(conviction, backend, code
 
 def test_a_script_names_the_steps_of_its_graphs():
     """A kernel may be nowhere but in the body of a capture."""
-    copy = lang.Copy(0, ElementSpan(0, 0, 4), ElementSpan(1, 0, 4), False)
-    signal = lang.Signal(0, 0, 0, 1, lang.FillStep(0, WHOLE, 7), lang.Mix(1, WHOLE, WHOLE, 1), False)
+    copy = lang.copy_step(0, ElementSpan(0, 0, 4), ElementSpan(1, 0, 4), False)
+    signal = lang.Signal(
+        0, 0, 0, 1, lang.WorkStep(0, "fill", WHOLE, value=7), lang.WorkStep(1, "mix", WHOLE, WHOLE, 1), False
+    )
     steps = (lang.CaptureStep(0, 0, (copy,), scalar=1, value=2), signal)
     text = script(program(*steps), "sim").partition("if __name__")[0]
     found = {}

@@ -64,7 +64,7 @@ class Tiny(Bundle):
         loading = backend.create_stream("load")
         with backend.on(loading):
             self.target = proposers.decoder(tiny.decoder(eos_token_ids=eos), backend)
-            self.head = proposers.eagle(self.target)
+            self.head = proposers.head_for(tiny.eagle_head(), self.target)
         loading.synchronize()
         self._plain = {}
 

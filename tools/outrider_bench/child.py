@@ -1,7 +1,7 @@
 """Child processes of benchmarks: an engine's effects on memory, caches and libraries end with its process.
 
-``python -m outrider_bench.child MODULE:FUNCTION JSON`` calls one function and prints its result (:func:`run_child`). ``python
--m MODULE JSON`` keeps an engine that answers one request after another (:func:`open_session`).
+``python -m outrider_bench.child MODULE:FUNCTION JSON`` calls a function with an object and prints its answers as JSON lines:
+the object that the function returns, or each object of an iterator.
 """
 
 from __future__ import annotations
@@ -54,52 +54,39 @@ def run_child(
 ) -> dict[str, Any]:
     """Call ``function`` (``MODULE:FUNCTION``) with ``work`` and ``started`` in a new process, and return its result.
 
-    ``started`` is the wall-clock time of the start in seconds. ``variables`` extend the environment. The processes that the
-    child has started end with the child, so that the device is free for the next measurement. Raises :class:`BenchFailed`
-    if the child fails or takes longer than ``limit_s`` seconds.
+    ``started`` is the wall-clock time of the start in seconds. ``variables`` extend the environment. The child and the
+    processes that it has started end before the return, so that the device is free for the next measurement. Raises
+    :class:`BenchFailed` if the child fails or takes longer than ``limit_s`` seconds.
     """
-    given = json.dumps({**work, "started": time.time()})
-    command = [sys.executable, "-m", __name__, function, given]
-    # Files, not pipes: processes that outlive the child would keep pipes open.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        environment = {**os.environ, **(variables or {})}
-        with child_session(command, environment=environment, stdout=out, stderr=err) as child:
-            try:
-                child.wait(timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                raise BenchFailed(f"{function} wasn't done within {limit_s:g} s; its processes were ended") from None
-        lines, errors = printed_lines(out), printed_lines(err)
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        found = None
-    if isinstance(found, dict) and "failed" in found:
-        raise BenchFailed(str(found["failed"]))
-    if child.returncode or not isinstance(found, dict):
-        raise BenchFailed(how_it_ended(function, child.returncode, errors))
-    return found
+    given = {**work, "started": time.time()}
+    with open_session(function, given, variables=variables or {}, limit_s=limit_s) as session:
+        return session.about
 
 
 def main() -> None:
-    """Call the function that the command line names; print its result as the last line, as JSON."""
+    """Call the function that the command line names, and print its answers. Its own output goes to standard error."""
     end_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(found: Mapping[str, object]) -> None:
+        print(json.dumps(found), file=answers, flush=True)
+
     module, _, function = sys.argv[1].partition(":")
     try:
         found = getattr(import_module(module), function)(json.loads(sys.argv[2]))
+        for each in [found] if isinstance(found, Mapping) else found or ():
+            say(each)
     except OutriderError as error:
-        found = {"failed": str(error)}
-    print("\n" + json.dumps(found), flush=True)
-
-
-# -- sessions ----------------------------------------------------------------------------------------------------------
+        say({"failed": str(error)})
 
 
 class ChildSession:
     """A child process that answers requests, one JSON line each. Between two answers the child does nothing."""
 
-    def __init__(self, module: str, child: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-        self.module = module
-        self.about: Mapping[str, Any] = {}
+    def __init__(self, function: str, child: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+        self.function = function
+        self.about: dict[str, Any] = {}
         self._child = child
         self._errors = errors
         assert child.stdout is not None
@@ -126,7 +113,7 @@ class ChildSession:
             # A late answer would be taken for that of the next run, and the other engines need the device.
             kill_session(self._child)
             self._child.wait()
-            raise BenchFailed(f"{self.module} didn't answer within {limit_s:g} s; it was ended")
+            raise BenchFailed(f"{self.function} didn't answer within {limit_s:g} s; its processes were ended")
         if not found:
             self._fail()
         if "failed" in found:
@@ -135,12 +122,12 @@ class ChildSession:
 
     def _fail(self) -> None:
         code = self._child.wait()
-        raise BenchFailed(how_it_ended(self.module, code, printed_lines(self._errors)))
+        raise BenchFailed(how_it_ended(self.function, code, printed_lines(self._errors)))
 
 
 @contextmanager
 def open_session(
-    module: str,
+    function: str,
     work: Mapping[str, object],
     *,
     variables: Mapping[str, str],
@@ -148,7 +135,8 @@ def open_session(
     log: Path | None = None,
     python: str = sys.executable,
 ) -> Generator[ChildSession]:
-    """Start ``python -m module`` and wait until its engine is ready; on exit end it and the processes that it started.
+    """Call ``function`` (``MODULE:FUNCTION``) in a new process and wait for its first answer; on exit end the process and
+    those that it started.
 
     The child gets ``work`` and ``scratch``, a directory that is removed on exit. ``log`` is a file for the child's output,
     ``python`` the interpreter. Raises :class:`BenchFailed`.
@@ -157,14 +145,14 @@ def open_session(
         scratch_directory("outrider-peers-") as scratch,
         tempfile.TemporaryFile() if log is None else log.open("w+b") as errors,
         child_session(
-            [python, "-m", module, json.dumps({**work, "scratch": str(scratch)})],
+            [python, "-m", __name__, function, json.dumps({**work, "scratch": str(scratch)})],
             environment={**os.environ, **variables},
             stderr=errors,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         ) as child,
     ):
-        session = ChildSession(module, child, errors)
+        session = ChildSession(function, child, errors)
         session.about = session.answer(limit_s=limit_s)
         yield session
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from outrider.device.errors import ConfigError
 from outrider.registry.children import interruptions_held
@@ -25,7 +25,6 @@ _RANDOM_VALUES = 16 << 20  # larger tensors repeat these values
 _STANDARD_DEVIATION = 0.02
 _MARK = "written.json"
 """Name of the file that states the shape of a checkpoint once all its files are written."""
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _UNQUANTIZED_LAYERS = (r"re:.*\.mlp\.gate$", r"re:.*\.shared_expert_gate$", r"re:.*\.conv1d$", r"re:.*\.in_proj_[ab]+$")
 """Layers that a quantized config leaves out: routers, and the short convolutions and gates of recurrent layers."""
 _WORD_LETTERS = 5
@@ -48,11 +47,14 @@ def find_or_write_checkpoint(shape: str, root: Path) -> tuple[RandomCheckpoint, 
     or empty directory gets a new checkpoint. Raises :class:`ConfigError` for a directory with other content, or one that
     can't be read or written.
     """
+    from safetensors import SafetensorError
+
     try:
         return _find_or_write(shape, root)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"the checkpoint of {shape} in {root} can't be read or written: {error.strerror or error}; name another directory"
+            f"the checkpoint of {shape} in {root} can't be read or written: {why}; name another directory"
         ) from error
 
 
@@ -134,34 +136,26 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
 def _write(directory: Path, shapes: Sequence[tuple[str, tuple[int, ...]]], dtype: str, shard: int) -> int:
     """Write one file, or several files with an index; return their size in bytes."""
     import torch
+    from safetensors.torch import save_file
 
     from outrider.engine.config import DTYPES
 
     torch_dtype = DTYPES[dtype]
     values = torch.empty(min(_RANDOM_VALUES, max(prod(shape) for _, shape in shapes)))
-    values.normal_(std=_STANDARD_DEVIATION, generator=torch.Generator().manual_seed(0))
-    block = values.to(torch_dtype)
-    ones = torch.ones(max(prod(shape) for _, shape in shapes if len(shape) == 1), dtype=torch_dtype)
+    block = values.normal_(std=_STANDARD_DEVIATION, generator=torch.Generator().manual_seed(0)).to(torch_dtype)
+
+    def tensor(shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch_dtype)
+        return block.repeat(-(-prod(shape) // len(block)))[: prod(shape)].view(shape)
+
     files = list(_shards(shapes, torch_dtype.itemsize, shard))
     placed: dict[str, str] = {}
-    total = 0
     for number, part in enumerate(files, 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        placed |= {key: name for key, _ in part}
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for key, shape in part:
-            size = prod(shape) * torch_dtype.itemsize
-            header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-            offset += size
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (directory / name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, shape in part:
-                data = (ones if len(shape) == 1 else block).view(torch.uint8).numpy().data
-                _put(file, data, prod(shape) * torch_dtype.itemsize)
-        total += 8 + len(text) + offset
+        save_file({key: tensor(shape) for key, shape in part}, directory / name, {"format": "pt"})
+        placed |= dict.fromkeys((key for key, _ in part), name)
+    total = sum((directory / name).stat().st_size for name in set(placed.values()))
     if len(files) > 1:
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": placed})
         (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
@@ -181,12 +175,6 @@ def _shards(
         part.append((key, shape))
         size += more
     yield part
-
-
-def _put(file: IO[bytes], block: memoryview, size: int) -> None:
-    while size:
-        count = file.write(block[:size])
-        size -= count
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------

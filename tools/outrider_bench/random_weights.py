@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -96,85 +97,72 @@ def random_decoder(
         return Decoder(local, record, backend.kernels_in_use, ranks)
 
 
-def random_eagle(
-    target: Decoder,
-    whole: ModelConfig | None = None,
-    *,
-    backend: Backend,
-    quantization: RandomQuantization | None = None,
-    rounding: str | None = None,
-) -> EagleHead:
+def random_eagle(target: Decoder, whole: ModelConfig | None = None, **formats: Any) -> EagleHead:
     """Return an EAGLE head of one layer for ``target``, in the published form.
 
     It has no norm before its attention and no embedding. ``whole``: the config of a target that several ranks share.
+    ``formats``: the last arguments of :func:`_head_weights`.
     """
-    whole, shards = eagle_head_config(whole or target.config), target.shards
-    config = shards.local(whole, whole.family)
-    with loading_stream(backend, target.dtype):
-        targets = eagle_targets(whole, (), shards)
-        weights = _random_weights(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
-        if rounding is not None:
-            round_products(weights, rounding)
-        return EagleHead(config, head_weights(weights, config.num_layers, embedding=target.embedding), target)
+    whole = eagle_head_config(whole or target.config)
+    weights = _head_weights(target, eagle_targets(whole, (), target.shards), seed=1, **formats)
+    config = target.shards.local(whole, whole.family)
+    return EagleHead(config, head_weights(weights, config.num_layers, embedding=target.embedding), target)
 
 
-def random_mtp(
-    target: Decoder,
-    whole: ModelConfig | None = None,
-    *,
-    backend: Backend,
-    quantization: RandomQuantization | None = None,
-    rounding: str | None = None,
-) -> MtpHead:
+def random_mtp(target: Decoder, whole: ModelConfig | None = None, **formats: Any) -> MtpHead:
     """Return a head of multi-token prediction for ``target`` in the form of Qwen3.5: one layer with attention, which drafts a
-    chain. ``whole``: the config of a target that several ranks share.
+    chain. The other arguments are those of :func:`random_eagle`.
     """
-    whole, shards = chained_head_config(whole or target.config), target.shards
+    whole = chained_head_config(whole or target.config)
     if whole.experts is not None:
         whole = replace(whole, experts=replace(whole.experts, dense_layers=()))
-    config = shards.local(whole, whole.family)
-    with loading_stream(backend, target.dtype):
-        targets = chained_mtp_targets(whole, (), shards)
-        weights = _random_weights(targets, target.dtype, backend.device, seed=3, shards=shards, quantization=quantization)
-        if rounding is not None:
-            round_products(weights, rounding)
-        return MtpHead(config, mtp_weights(weights, HEAD_NAME, config.experts), target, ahead=1, embedding_first=True)
+    weights = _head_weights(target, chained_mtp_targets(whole, (), target.shards), seed=3, **formats)
+    config = target.shards.local(whole, whole.family)
+    return MtpHead(config, mtp_weights(weights, HEAD_NAME, config.experts), target, ahead=1, embedding_first=True)
 
 
 def random_dflash(
-    target: Decoder,
-    whole: ModelConfig | None = None,
-    *,
-    layers: int,
-    block_size: int,
-    backend: Backend,
-    quantization: RandomQuantization | None = None,
-    rounding: str | None = None,
+    target: Decoder, whole: ModelConfig | None = None, *, layers: int, block_size: int, **formats: Any
 ) -> DFlashHead:
     """Return a DFlash head of ``layers`` Qwen3 layers of the target's sizes, in the published form.
 
-    The head reads as many layers of the target. ``whole``: the config of a target that several ranks share. Raises
+    The head reads as many layers of the target. The other arguments are those of :func:`random_eagle`. Raises
     :class:`ConfigError` for a target with too few layers to read.
     """
-    whole, shards = whole or target.config, target.shards
+    whole = whole or target.config
     read = layers_read(whole.num_layers, layers)
     whole = replace(
         whole, family="qwen3", num_layers=layers, windows=(0,) * layers, experts=None, qk_norm=True, attention_bias=False
     )
-    config = shards.local(whole, whole.family)
+    weights = _head_weights(target, dflash_targets(whole, len(read), target.shards), seed=2, **formats)
+    config = target.shards.local(whole, whole.family)
+    return DFlashHead(
+        config,
+        head_weights(weights, config.num_layers),
+        target,
+        block_size=block_size,
+        mask_token=whole.vocab_size - 1,
+        aux_hidden_state_layers=read,
+    )
+
+
+def _head_weights(
+    target: Decoder,
+    targets: Sequence[Target],
+    *,
+    seed: int,
+    backend: Backend,
+    quantization: RandomQuantization | None = None,
+    rounding: str | None = None,
+) -> dict[str, Weight]:
+    """Return the random weights of a draft head, once they are on the device; ``rounding`` is the format of its products."""
     with loading_stream(backend, target.dtype):
-        targets = dflash_targets(whole, len(read), shards)
-        weights = _random_weights(targets, target.dtype, backend.device, seed=2, shards=shards, quantization=quantization)
+        weights = _random_weights(
+            targets, target.dtype, backend.device, seed=seed, shards=target.shards, quantization=quantization
+        )
         if rounding is not None:
             round_products(weights, rounding)
-        return DFlashHead(
-            config,
-            head_weights(weights, config.num_layers),
-            target,
-            block_size=block_size,
-            mask_token=whole.vocab_size - 1,
-            aux_hidden_state_layers=read,
-        )
+        return weights
 
 
 def layers_read(depth: int, count: int) -> tuple[int, ...]:

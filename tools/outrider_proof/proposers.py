@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 
 _Weights = TypeVar("_Weights", bound=DecoderWeights | HeadWeights)
-_Head = EagleHead | Eagle3Head | DFlashHead | MtpHead
+_Head = TypeVar("_Head", EagleHead, Eagle3Head, DFlashHead, MtpHead)
 
 
 def table_part(table: Tensor, shards: Shards) -> Tensor:
@@ -185,44 +186,17 @@ def decoder(
     return Decoder(shards.local(model.config, "the model"), weights, kernels or backend.kernels_in_use, ranks)
 
 
-def _placed(head: _Head, target: Decoder) -> tuple[ModelConfig, Any, Decoder]:
-    """Return the first arguments of a head on the device of its target: config and weights of this rank, and the target."""
+def head_for(head: _Head, target: Decoder) -> _Head:
+    """Return a tiny draft head for ``target`` on its device; with ranks, this rank's part."""
     weights = copy_to_device(part_of(head.weights, head.config, target.shards), target.device)
-    return target.shards.local(head.config, "the head"), weights, target
+    given = signature(type(head)).parameters.values()
+    own = [each.name for each in given if each.kind is each.KEYWORD_ONLY and hasattr(head, each.name)]
+    config: Any = target.shards.local(head.config, "the head")
+    return type(head)(config, weights, target, **{name: getattr(head, name) for name in own})
 
 
-def eagle(target: Decoder) -> EagleHead:
-    """Return the tiny EAGLE head on the device of its target."""
-    return EagleHead(*_placed(tiny.eagle_head(), target))
-
-
-def eagle3(target: Decoder) -> Eagle3Head:
-    """Return the tiny EAGLE-3 head on the device of its target."""
-    head = tiny.eagle3_head()
-    return Eagle3Head(*_placed(head, target), aux_hidden_state_layers=head.aux_hidden_state_layers)
-
-
-def peagle(target: Decoder) -> Eagle3Head:
-    """Return the tiny P-EAGLE head on the device of its target."""
-    head = tiny.peagle_head()
-    layers = head.aux_hidden_state_layers
-    return Eagle3Head(*_placed(head, target), mask_token=head.mask_token, aux_hidden_state_layers=layers)
-
-
-def dflash(target: Decoder) -> DFlashHead:
-    """Return the tiny DFlash head on the device of its target."""
-    head = tiny.dflash_head()
-    return DFlashHead(
-        *_placed(head, target),
-        block_size=head.block_size,
-        mask_token=head.mask_token,
-        aux_hidden_state_layers=head.aux_hidden_state_layers,
-    )
-
-
-def mtp(target: Decoder) -> list[MtpHead]:
-    """Return the tiny MTP heads on the device of their target."""
-    return [MtpHead(*_placed(head, target), ahead=head.ahead) for head in tiny.mtp_heads()]
+def _mtp_heads(target: Decoder) -> list[MtpHead]:
+    return [head_for(head, target) for head in tiny.mtp_heads()]
 
 
 def shape() -> DynamicTree:
@@ -231,14 +205,14 @@ def shape() -> DynamicTree:
 
 
 MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
-    "eagle": lambda t, _: EagleProposer(eagle(t), draft_tokens=3),
-    "eagle-tree": lambda t, _: EagleTreeProposer(eagle(t), shape()),
-    "eagle3": lambda t, _: EagleProposer(eagle3(t), draft_tokens=3),
-    "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
-    "mtp": lambda t, _: MtpProposer(mtp(t)),
-    "mtp-tree": lambda t, _: MtpProposer(mtp(t), branches=3),
-    "peagle": lambda t, _: PEagleProposer(peagle(t), draft_tokens=3),
-    "dflash": lambda t, _: BlockProposer(dflash(t)),
+    "eagle": lambda t, _: EagleProposer(head_for(tiny.eagle_head(), t), draft_tokens=3),
+    "eagle-tree": lambda t, _: EagleTreeProposer(head_for(tiny.eagle_head(), t), shape()),
+    "eagle3": lambda t, _: EagleProposer(head_for(tiny.eagle3_head(), t), draft_tokens=3),
+    "eagle3-tree": lambda t, _: EagleTreeProposer(head_for(tiny.eagle3_head(), t), shape()),
+    "mtp": lambda t, _: MtpProposer(_mtp_heads(t)),
+    "mtp-tree": lambda t, _: MtpProposer(_mtp_heads(t), branches=3),
+    "peagle": lambda t, _: PEagleProposer(head_for(tiny.peagle_head(), t), draft_tokens=3),
+    "dflash": lambda t, _: BlockProposer(head_for(tiny.dflash_head(), t)),
     "draft-model": lambda t, b: DraftModelProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, draft_tokens=3),
     "draft-model-tree": lambda t, b: DraftModelTreeProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, shape=shape()),
     "none": lambda t, _: None,
@@ -246,7 +220,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "ngram-tree": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3, branches=3),
     "suffix": lambda t, _: SuffixProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
     "suffix+eagle": lambda t, _: CombinedProposer(
-        SuffixProposer.for_target(t, 3), EagleProposer(eagle(t), draft_tokens=3), least=2
+        SuffixProposer.for_target(t, 3), EagleProposer(head_for(tiny.eagle_head(), t), draft_tokens=3), least=2
     ),
 }
 """Makers of the tiny proposers, by name, for a target on a backend; a maker that returns None stands for non-speculative
@@ -256,7 +230,7 @@ decoding.
 
 def untrained(target: Decoder) -> EagleHead:
     """Return the EAGLE head with a negated fusion matrix, so that nearly all drafts are rejected."""
-    head = eagle(target)
+    head = head_for(tiny.eagle_head(), target)
     assert head.weights.fusion is not None
     return EagleHead(head.config, dataclasses.replace(head.weights, fusion=plain(head.weights.fusion).flip(0)), target)
 
@@ -268,7 +242,7 @@ EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 """Makers of proposers whose drafts are nearly all rejected, or all accepted, by name."""
 
 CHAINED: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
-    "mtp-chain": lambda t, _: EagleProposer(mtp(t)[0], draft_tokens=3),
+    "mtp-chain": lambda t, _: EagleProposer(_mtp_heads(t)[0], draft_tokens=3),
     "hybrid-draft": lambda t, b: HybridDraftModelProposer(
         decoder(tiny.hybrid(tiny.WIDE_RECURRENT), b, t.ranks), target=t, draft_tokens=3
     ),

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -185,14 +185,8 @@ class PeerWorkOptions(RandomWeightOptions):
 
     def make_work(self, mixed: MixedLoad, *, device: str, engines: int) -> PeerWork:
         """Return the work for engines on ``device``, ``engines`` of which share its memory. Raises :class:`ConfigError`."""
-        measured = tuple(parse_names(self.phases, PHASES))
+        measured = tuple(parse_names(self.phases, tuple(PHASES)))
         batches = tuple(parse_sizes(self.batch))
-        concurrent = max(batches) if "decode" in measured else 1
-        prompt_batches = tuple(parse_prompt_batches(self.prefill_batches))
-        if "batch-prefill" in measured:
-            concurrent = max(concurrent, *(requests for requests, _ in prompt_batches))
-        if "mixed" in measured:
-            concurrent = max(concurrent, min(mixed.requests, 128))
         work = PeerWork(
             model=self.random_model(self.shape, "eagle"),
             dtype=self.dtype,
@@ -203,14 +197,16 @@ class PeerWorkOptions(RandomWeightOptions):
             device=device,
             phases=measured,
             lengths=tuple(parse_sizes(self.prefill_tokens)),
-            prompt_batches=prompt_batches,
+            prompt_batches=tuple(parse_prompt_batches(self.prefill_batches)),
             contexts=tuple(parse_sizes(self.contexts)),
             load=mixed,
-            max_requests=self.max_requests or concurrent,
+            max_requests=self.max_requests or 1,
             max_context=self.max_context,
             memory=self.memory or (0.85 if engines == 1 else round(0.9 / engines, 3)),
             keep=None if self.keep is None else str(self.keep.absolute()),
         )
+        if self.max_requests is None:
+            work = replace(work, max_requests=work.concurrent)
         tokens, whose = work.longest
         room = min(self.max_context or work.shape_context, work.shape_context)
         if tokens > room:
@@ -285,7 +281,7 @@ def peers(
     speculate. Engines that aren't installed are listed. The report names the versions and the settings of each engine.
     """
     chosen, kinds = parse_names(engines, _ORDER), parse_names(speculate, _PROPOSERS)
-    if plot is not None and not set(_AXES) & set(parse_names(options.phases, PHASES)):
+    if plot is not None and not set(_AXES) & set(parse_names(options.phases, tuple(PHASES))):
         raise UsageError(
             f"--plot has nothing to draw of --phases {options.phases!r}; add {', '.join(_AXES)}, or leave it out"
         )
@@ -379,27 +375,13 @@ class _PeerRace:
                 opened = self._open(each, stack)
                 if opened is not None:
                     sessions.append((each, opened))
-            first = self._cases()
+            first = [(phase, case) for phase in self.work.phases for case in self.work.cases(phase)]
             # An interrupted run has figures of every case.
             cases = first + [(phase, case) for phase, case in first if case != "latency"] * (repeat - 1)
             for number, (phase, case) in enumerate(cases):
                 for each, opened in sessions:
                     show_progress(f"{each.engine}, {each.speculate}", number, len(cases))
                     self._measure_case(each, opened, phase, case)
-
-    def _cases(self) -> list[tuple[str, Any]]:
-        work = self.work
-        cases: list[tuple[str, Any]] = []
-        for phase in work.phases:
-            of_phase: dict[str, tuple[Any, ...]] = {
-                "decode": work.batches,
-                "prefill": work.lengths,
-                "batch-prefill": work.prompt_batches,
-                "mixed": ("seconds", "latency"),
-                "context": work.contexts,
-            }
-            cases += [(phase, case) for case in of_phase[phase]]
-        return cases
 
     def _open(self, each: EngineRuns, stack: ExitStack) -> ChildSession | None:
         vllm = self.vllm if each.engine == "vllm" else None
@@ -414,9 +396,9 @@ class _PeerRace:
             variables |= {name: str(keep / name.lower()) for name in _CACHE_VARIABLES}
             log = keep / f"{each.engine}-{each.speculate}.log"
         given = {**asdict(self.work), "speculate": each.speculate, "backend": str(self.spec), "options": self.options}
-        module = f"outrider_bench.peers.{each.engine}"
+        function = f"outrider_bench.peers.{each.engine}:serve"
         python = sys.executable if vllm is None else str(vllm.vllm_python or sys.executable)
-        session = open_session(module, given, variables=variables, limit_s=self.limit_s, log=log, python=python)
+        session = open_session(function, given, variables=variables, limit_s=self.limit_s, log=log, python=python)
         try:
             opened = stack.enter_context(session)
         except BenchFailed as error:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from outrider_bench.peers.work import PeerWork
 
 OURS = "outrider"
-_DECODE = ("iteration_ms", "tokens_per_s", "acceptance_length", "drafted", "limit_ms")
+_FIGURES = (
+    *("iteration_ms", "first_token_ms", "seconds", "tokens_per_s", "prompt_tokens_per_s"),
+    *("acceptance_length", "drafted", "limit_ms"),
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,12 +37,12 @@ class EngineRuns:
         """True if the engine has figures, or a reason for having none."""
         return bool(self.runs or self.failures) or self.status not in ("not measured", "measured")
 
-    def row(self, phase: str, case: Any, keys: Sequence[str]) -> dict[str, Any] | None:
-        """Return the medians of the runs, and the runs; None without runs."""
+    def row(self, phase: str, case: Any) -> dict[str, Any] | None:
+        """Return the medians of the runs' figures, and the runs; None without runs."""
         runs = self.runs.get((phase, case))
         if not runs:
             return None
-        return {key: statistics.median(run[key] for run in runs) for key in keys if key in runs[0]} | {"runs": runs}
+        return {key: statistics.median(run[key] for run in runs) for key in _FIGURES if key in runs[0]} | {"runs": runs}
 
 
 def compare_engines(found: Sequence[EngineRuns], work: PeerWork) -> dict[str, object]:
@@ -60,34 +63,32 @@ def _engine(each: EngineRuns, work: PeerWork) -> dict[str, Any]:
     if status == "measured" and each.failures:
         reasons = "; ".join(dict.fromkeys(each.failures.values()))
         status = f"measured in part: {reasons}" if each.runs else f"failed: {reasons}"
-    decode = [(batch, each.row("decode", batch, _DECODE)) for batch in work.batches]
-    results = []
-    for batch, row in decode:
-        if row is not None:
-            more = {"ratio_to_limit": row["iteration_ms"] / row["limit_ms"]} if "limit_ms" in row else {}
-            results.append({"batch": batch, "speculate": each.speculate, **row, **more})
-    contexts = [(tokens, each.row("context", tokens, _DECODE)) for tokens in work.contexts]
-    prefill = [(length, each.row("prefill", length, ("first_token_ms",))) for length in work.lengths]
-    batches = [(case, each.row("batch-prefill", case, ("seconds", "prompt_tokens_per_s"))) for case in work.prompt_batches]
-    latency = each.row("mixed", "latency", ("seconds", "tokens_per_s"))
+    latency = each.runs.get(("mixed", "latency"))
     return {
         "engine": each.engine,
         "speculate": each.speculate,
         "status": status,
-        "version": each.about.get("version"),
-        "settings": each.about.get("settings"),
-        "versions": each.about.get("versions"),
-        "start_s": each.about.get("start_s"),
-        "tuned_s": each.about.get("tuned_s"),
-        "results": results,
-        "prefill": [{"prompt_tokens": length, **row} for length, row in prefill if row is not None],
-        "batch_prefill": [
-            {"prompts": f"{requests} x {tokens}", **row} for (requests, tokens), row in batches if row is not None
-        ],
-        "context": [{"prompt_tokens": tokens, "batch": 1, **row} for tokens, row in contexts if row is not None],
-        "mixed": each.row("mixed", "seconds", ("seconds", "tokens_per_s", "acceptance_length", "drafted")),
-        "latency": None if latency is None else latency["runs"][0],
+        **{name: each.about.get(name) for name in ("version", "settings", "versions", "start_s", "tuned_s")},
+        **{results: _rows(each, phase, column, work) for phase, (results, column, *_) in _TABLES.items()},
+        "mixed": each.row("mixed", "seconds"),
+        "latency": latency[0] if latency else None,
     }
+
+
+def _rows(each: EngineRuns, phase: str, column: str, work: PeerWork) -> list[dict[str, Any]]:
+    """Return the results of the measured cases of a phase, each with its case as ``column``."""
+    found = []
+    for case in work.cases(phase):
+        row = each.row(phase, case)
+        if row is None:
+            continue
+        if phase == "decode":
+            row |= {"speculate": each.speculate}
+            row |= {"ratio_to_limit": row["iteration_ms"] / row["limit_ms"]} if "limit_ms" in row else {}
+        elif phase == "context":
+            row["batch"] = 1
+        found.append({column: "{} x {}".format(*case) if phase == "batch-prefill" else case, **row})
+    return found
 
 
 def expected_tokens(drafted: float, rates: Sequence[float]) -> float:

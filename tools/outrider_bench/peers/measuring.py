@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from outrider.device.errors import OutriderError
-from outrider.registry.children import end_with_parent
 from outrider_bench.child import BenchFailed
 from outrider_bench.load import StreamedAnswer, latencies, token_ids
 from outrider_bench.peers.work import PeerWork
@@ -94,44 +92,38 @@ class PeerRuns:
         tokens and gaps).
         """
         phase, case = request["phase"], request["case"]
+        requests = self._work.requests(phase, case)
         key = phase if phase == "mixed" else f"{phase} {case}"
         if key not in self._warm:
             self._warm.add(key)
-            self._warm_up(phase, case)
-        if phase == "decode":
-            return self._decode(case, self._work.prompt_tokens)
-        if phase == "context":
-            return self._decode(1, case)
-        if phase == "prefill":
-            return self._prefill(case)
-        if phase == "batch-prefill":
-            return self._batch_prefill(*case)
-        return self._latency() if case == "latency" else self._mixed()
-
-    def _warm_up(self, phase: str, case: Any) -> None:
-        """Run the case in short: all requests with few tokens each, or an eighth of a load."""
+            self._warm_up(phase, requests)
+        prompts, counts = [self._prompt(tokens) for tokens, _ in requests], [count for _, count in requests]
         if phase in ("decode", "context"):
-            few = min(_WARM_TOKENS, self._work.new_tokens)
-            batch, tokens = (case, self._work.prompt_tokens) if phase == "decode" else (1, case)
-            self._timed([self._prompt(tokens) for _ in range(batch)], [few] * batch)
-        elif phase == "prefill":
-            self._prefill(case)
-        elif phase == "batch-prefill":
-            self._batch_prefill(*case)
-        else:
-            prompts, counts = self._load()
-            some = -(-len(counts) // 8)
-            self._timed(prompts[:some], counts[:some])
+            return self._decode(prompts, counts)
+        if case == "latency":
+            return self._latency(prompts, counts)
+        seconds, counted = self._timed(prompts, counts)
+        if phase == "prefill":
+            return {"first_token_ms": 1e3 * seconds}
+        if phase == "batch-prefill":
+            return {"seconds": seconds, "prompt_tokens_per_s": sum(map(len, prompts)) / seconds}
+        return {"seconds": seconds, "tokens_per_s": sum(counts) / seconds, **(counted or {"acceptance_length": 1.0})}
 
-    def _decode(self, batch: int, tokens: int) -> dict[str, object]:
+    def _warm_up(self, phase: str, requests: Sequence[tuple[int, int]]) -> None:
+        """Run the case in short: all requests with few tokens each, or an eighth of a load."""
+        few = _WARM_TOKENS
+        if phase == "mixed":
+            requests, few = requests[: -(-len(requests) // 8)], max(count for _, count in requests)
+        self._timed([self._prompt(tokens) for tokens, _ in requests], [min(few, count) for _, count in requests])
+
+    def _decode(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> dict[str, object]:
         """Return the figures of all iterations but the first: the time of all new tokens less that of two tokens.
 
         An engine may return a first token before its draft has read the prompt. The second token includes that work.
         """
-        new = self._work.new_tokens
-        prompts = [self._prompt(tokens) for _ in range(batch)]
+        batch, new = len(prompts), counts[0]
         first, _ = self._timed(prompts, [min(2, new)] * batch)
-        whole, counted = self._timed(prompts, [new] * batch)
+        whole, counted = self._timed(prompts, counts)
         seconds = whole - first
         accepted = 1.0 if counted is None else counted["acceptance_length"]
         iterations = (new - 1) / accepted - 1
@@ -142,33 +134,15 @@ class PeerRuns:
             "tokens_per_s": batch * accepted * iterations / seconds,
             **(counted or {"acceptance_length": accepted}),
         }
-        limit = self._peer.limit_ms(batch, tokens + new / 2)
+        limit = self._peer.limit_ms(batch, len(prompts[0]) + new / 2)
         return found if limit is None else found | {"limit_ms": limit}
 
-    def _prefill(self, tokens: int) -> dict[str, object]:
-        seconds, _ = self._timed([self._prompt(tokens)], [1])
-        return {"first_token_ms": 1e3 * seconds}
-
-    def _batch_prefill(self, requests: int, tokens: int) -> dict[str, object]:
-        seconds, _ = self._timed([self._prompt(tokens) for _ in range(requests)], [1] * requests)
-        return {"seconds": seconds, "prompt_tokens_per_s": requests * tokens / seconds}
-
-    def _mixed(self) -> dict[str, object]:
-        prompts, counts = self._load()
-        seconds, counted = self._timed(prompts, counts)
-        return {"seconds": seconds, "tokens_per_s": sum(counts) / seconds, **(counted or {"acceptance_length": 1.0})}
-
-    def _latency(self) -> dict[str, object]:
-        prompts, counts = self._load()
+    def _latency(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> dict[str, object]:
         answers = self._peer.stream(prompts, counts)
         found = sum(sum(each.tokens) for each in answers)
         if found != sum(counts):
             raise BenchFailed(f"asked for {sum(counts)} new tokens, got {found}: that isn't the same work")
         return latencies(answers)
-
-    def _load(self) -> tuple[list[list[int]], list[int]]:
-        lengths = self._work.load.lengths
-        return [self._prompt(prompt) for prompt, _ in lengths], [output for _, output in lengths]
 
     def _prompt(self, tokens: int) -> list[int]:
         self._number += 1
@@ -206,32 +180,19 @@ def installed_versions() -> dict[str, str]:
 # -- the child process -------------------------------------------------------------------------------------------------
 
 
-def serve_runs(open_peer: Callable[[PeerWork, str, Path, Mapping[str, Any]], Peer]) -> None:
-    """Open the engine, then answer each line of standard input with one line on standard output; a child process calls this.
+def serve_runs(given: Mapping[str, Any], open_peer: Callable[[PeerWork, Path], Peer]) -> Iterator[Mapping[str, object]]:
+    """Yield the description of an engine, then the figures of the run that each line of standard input asks for.
 
-    ``open_peer`` gets the work, the proposer, a directory for checkpoints, and all that the parent sent. The engine's own
-    output goes to standard error.
+    ``given`` has the work that the parent sent. ``open_peer`` gets the work and a directory for checkpoints.
     """
-    end_with_parent()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(found: Mapping[str, object]) -> None:
-        print(json.dumps(found), file=answers, flush=True)
-
-    given = json.loads(sys.argv[1])
     began = time.perf_counter()
-    try:
-        work = PeerWork.from_json(given)
-        peer = open_peer(work, given["speculate"], Path(work.keep or given["scratch"]), given)
-        runs = PeerRuns(peer, work)
-        began += peer.tuned_s
-        taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}
-        say({"version": peer.version, "settings": peer.settings, "versions": installed_versions(), **taken})
-        for line in sys.stdin:
-            say(_measure(runs, json.loads(line)))
-    except OutriderError as error:
-        say({"failed": str(error)})
+    work = PeerWork.from_json(given)
+    peer = open_peer(work, Path(work.keep or given["scratch"]))
+    runs = PeerRuns(peer, work)
+    taken = {"start_s": time.perf_counter() - began - peer.tuned_s, "tuned_s": peer.tuned_s}
+    yield {"version": peer.version, "settings": peer.settings, "versions": installed_versions(), **taken}
+    for line in sys.stdin:
+        yield _measure(runs, json.loads(line))
 
 
 def _measure(runs: PeerRuns, request: Mapping[str, Any]) -> dict[str, object]:

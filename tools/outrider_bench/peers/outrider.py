@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -87,5 +87,6 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
     return OutriderPeer(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
 
 
-if __name__ == "__main__":
-    serve_runs(lambda work, speculate, _, given: open_peer(work, speculate, given["backend"], given["options"]))
+def serve(given: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
+    """Serve runs of Outrider; see :func:`~outrider_bench.peers.measuring.serve_runs`."""
+    return serve_runs(given, lambda work, _: open_peer(work, given["speculate"], given["backend"], given["options"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -57,5 +57,6 @@ def open_peer(work: PeerWork, directory: Path) -> TransformersPeer:
     return TransformersPeer(model, version=transformers.__version__, device=work.device)
 
 
-if __name__ == "__main__":
-    serve_runs(lambda work, speculate, directory, given: open_peer(work, directory))
+def serve(given: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
+    """Serve runs of transformers; see :func:`~outrider_bench.peers.measuring.serve_runs`."""
+    return serve_runs(given, open_peer)

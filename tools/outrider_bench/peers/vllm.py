@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -114,7 +114,7 @@ def _acceptance(work: PeerWork) -> dict[str, object]:
     raise BenchFailed("this vLLM has no synthetic acceptance by position: with random weights it would accept nothing")
 
 
-if __name__ == "__main__":
-    serve_runs(
-        lambda work, speculate, directory, given: open_peer(work, speculate, directory, given["options"]["vllm_arguments"])
-    )
+def serve(given: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
+    """Serve runs of vLLM; see :func:`~outrider_bench.peers.measuring.serve_runs`."""
+    asked = given["options"]["vllm_arguments"]
+    return serve_runs(given, lambda work, directory: open_peer(work, given["speculate"], directory, asked))

@@ -11,9 +11,17 @@ from outrider_bench.load import MixedLoad
 from outrider_bench.random_checkpoint import write_configs
 from outrider_bench.random_model import RandomModel
 
-PHASES = ("decode", "prefill", "batch-prefill", "mixed", "context")
+PHASES: Mapping[str, str] = {
+    "decode": "--prompt-tokens and --new-tokens",
+    "prefill": "--prefill-tokens and a new token",
+    "batch-prefill": "--prefill-batches and a new token",
+    "mixed": "--prompts and --outputs",
+    "context": "--contexts and --new-tokens",
+}
+"""The phases, with the options that set the lengths of their requests."""
 _CACHE_MARGIN = 1.1
 _VOCABULARY = 400
+_MAX_MIXED = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,17 +80,45 @@ class PeerWork:
     def _draft_room(self) -> int:
         return 2 * (self.model.draft_tokens + 1)
 
+    def cases(self, phase: str) -> tuple[Any, ...]:
+        """Return the cases of a phase: batch sizes, prompt lengths, numbers of prompts and of their tokens, or times."""
+        found: dict[str, tuple[Any, ...]] = {
+            "decode": self.batches,
+            "prefill": self.lengths,
+            "batch-prefill": self.prompt_batches,
+            "mixed": ("seconds", "latency"),
+            "context": self.contexts,
+        }
+        return found[phase]
+
+    def requests(self, phase: str, case: Any) -> list[tuple[int, int]]:
+        """Return the prompt length and the number of new tokens of each request of a case, all of which arrive at once."""
+        if phase == "mixed":
+            return self.load.lengths
+        if phase == "decode":
+            return [(self.prompt_tokens, self.new_tokens)] * int(case)
+        if phase == "context":
+            return [(case, self.new_tokens)]
+        count, tokens = case if phase == "batch-prefill" else (1, case)
+        return [(tokens, 1)] * count
+
+    @property
+    def _all_requests(self) -> list[tuple[str, list[tuple[int, int]]]]:
+        """The requests of each case of the measured phases, with the phase."""
+        return [(phase, self.requests(phase, case)) for phase in self.phases for case in self.cases(phase)]
+
     @property
     def longest(self) -> tuple[int, str]:
         """Maximum length of a request in tokens, and the options that set it."""
-        found = {
-            "decode": (self.prompt_tokens + self.new_tokens, "--prompt-tokens and --new-tokens"),
-            "prefill": (max(self.lengths) + 1, "--prefill-tokens and a new token"),
-            "batch-prefill": (max(tokens for _, tokens in self.prompt_batches) + 1, "--prefill-batches and a new token"),
-            "mixed": (self.load.longest, "--prompts and --outputs"),
-            "context": (max(self.contexts) + self.new_tokens, "--contexts and --new-tokens"),
-        }
-        return max(found[phase] for phase in self.phases)
+        return max(
+            (self.load.longest if phase == "mixed" else max(map(sum, requests)), PHASES[phase])
+            for phase, requests in self._all_requests
+        )
+
+    @property
+    def concurrent(self) -> int:
+        """Maximum number of requests that arrive at once, of ``mixed`` at most 128."""
+        return max(min(len(requests), _MAX_MIXED if phase == "mixed" else 1 << 30) for phase, requests in self._all_requests)
 
     @property
     def shape_context(self) -> int:
@@ -102,12 +138,8 @@ class PeerWork:
     def cached_tokens(self) -> int:
         """Capacity of the KV cache in tokens: the maximum that runs at the same time, and a margin."""
         most = [self.context]
-        if "decode" in self.phases:
-            most.append(max(self.batches) * (self.prompt_tokens + self.new_tokens + self._draft_room))
-        if "batch-prefill" in self.phases:
-            most += [requests * (tokens + 1 + self._draft_room) for requests, tokens in self.prompt_batches]
-        if "mixed" in self.phases:
-            lengths = sorted((prompt + output + self._draft_room for prompt, output in self.load.lengths), reverse=True)
+        for _, requests in self._all_requests:
+            lengths = sorted((prompt + new + self._draft_room for prompt, new in requests), reverse=True)
             most.append(sum(lengths[: self.max_requests]))
         return round(_CACHE_MARGIN * max(most)) + 64 * self.max_requests
 

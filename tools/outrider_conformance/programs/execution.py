@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,33 +44,6 @@ class _Leave(Exception):
     """Raised by a program's step inside a scope, to leave the scope by an exception."""
 
 
-class _OtherThread:
-    """A second host thread that runs tasks while the caller waits."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="outrider-program", daemon=True).start()
-
-    def run_task(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-        error = self._done.get()
-        if error is not None:
-            raise error
-
-    def end_thread(self) -> None:
-        self._tasks.put(None)
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-                self._done.put(None)
-            except BaseException as error:
-                self._done.put(error)
-            del task
-
-
 class ProgramRun:
     """One execution of one random program on a backend."""
 
@@ -89,7 +61,6 @@ class ProgramRun:
         self.origins: dict[int, Stream] = {}  # the stream on which a graph's callable enqueues its work
         self.buffers: list[Tensor] = []
         self.slots: list[PinnedBuffer] = []
-        self._other: _OtherThread | None = None
         for index, memory in enumerate(program.slots):
             slot = backend.empty_pinned(f"slot {index}", (memory.count,), lang.dtype_of(memory))
             slot.tensor.copy_(lang.pattern(index, memory.count, lang.dtype_of(memory)))
@@ -111,19 +82,15 @@ class ProgramRun:
 
     def run_program(self) -> None:
         """Run all steps and check the final memory. Raises :class:`WrongProgramValue` or :class:`StepFailed`."""
-        try:
-            for index, step in enumerate(self.program.steps):
-                self.step(step, (index,))
-            path = (len(self.program.steps),)
-            self._attempt(path, lang.Synchronize("device"), lambda: self.backend.synchronize())
-            for index, buffer in enumerate(self.buffers):
-                self._compare(self.expected[*path, 0, index], buffer.cpu(), f"buffer {index} at the end")
-            for index in range(len(self.slots)):
-                self._compare(self.expected[*path, 1, index], self._pinned(index), f"slot {index} at the end")
-            self.backend.release_finished()
-        finally:
-            if self._other is not None:
-                self._other.end_thread()
+        for index, step in enumerate(self.program.steps):
+            self.step(step, (index,))
+        path = (len(self.program.steps),)
+        self._attempt(path, lang.Synchronize("device"), lambda: self.backend.synchronize())
+        for index, buffer in enumerate(self.buffers):
+            self._compare(self.expected[*path, 0, index], buffer.cpu(), f"buffer {index} at the end")
+        for index in range(len(self.slots)):
+            self._compare(self.expected[*path, 1, index], self._pinned(index), f"slot {index} at the end")
+        self.backend.release_finished()
 
     def step(self, step: Step, path: Path) -> None:
         """Run one step on the calling thread."""
@@ -166,43 +133,34 @@ class ProgramRun:
     def _slow(self, step: lang.Slow, path: Path) -> None:
         self.lab.slow(self.streams[step.stream])
 
-    def _kernel(
-        self, step: lang.FillStep | lang.Copy | lang.Mix, stream: Stream, context: CaptureContext | None = None
-    ) -> None:
+    def _kernel(self, step: lang.WorkStep, stream: Stream, context: CaptureContext | None = None) -> None:
+        to = self._view(step.to, context)
+        source = to if step.source is None else self._view(step.source, context)
+        frozen = 0 if context is None else context.scalars["k"]
+        value = step.value if isinstance(step.value, int) else frozen
+        if step.kind == "send":
+            source = lang.pattern(int(value), step.to.count, to.dtype)
         with self.backend.on(stream):
-            if isinstance(step, lang.FillStep):
-                self._view(step.to, context).fill_(step.value)
-            elif isinstance(step, lang.Copy):
-                if step.asynchronous:
-                    self.backend.copy_async(self._view(step.to, context), self._view(step.source, context), stream=stream)
-                else:
-                    self._view(step.to, context).copy_(self._view(step.source, context))
-            elif step.add == "param" and context is not None:
-                tripled, to = self._view(step.source, context) * 3, self._view(step.to, context)
+            if step.kind == "fill":
+                to.fill_(value)
+            elif step.kind == "copy_async":
+                self.backend.copy_async(to, source, stream=stream)
+            elif step.kind in ("copy", "send"):
+                to.copy_(source)
+            elif step.value == "param" and context is not None:
+                tripled = source * 3
                 self.backend.reissue(context.params["n"], lambda values: _drop(torch.add(tripled, values[0], out=to)))
             else:
-                add = step.add if context is None or isinstance(step.add, int) else context.scalars["k"]
-                assert not isinstance(add, str)
-                temporary = self._view(step.source, context) * 3
-                temporary += add
-                self._view(step.to, context).copy_(temporary)
+                temporary = source * 3
+                temporary += value
+                to.copy_(temporary)
 
-    def _fill(self, step: lang.FillStep | lang.Mix, path: Path) -> None:
-        self._kernel(step, self.streams[step.stream])
-
-    _mix = _fill
-
-    def _copy(self, step: lang.Copy, path: Path) -> None:
-        if step.asynchronous:
-            self.backend.copy_async(self._view(step.to), self._view(step.source), stream=self.streams[step.stream])
+    def _work(self, step: lang.WorkStep, path: Path) -> None:
+        stream = self.streams[step.stream]
+        if step.kind == "copy_async" and step.source is not None:
+            self.backend.copy_async(self._view(step.to), self._view(step.source), stream=stream)
         else:
-            self._kernel(step, self.streams[step.stream])
-
-    def _send(self, step: lang.Send, path: Path) -> None:
-        to = self._view(step.to)
-        pageable = lang.pattern(step.seed, step.to.count, to.dtype)
-        with self.backend.on(self.streams[step.stream]):
-            to.copy_(pageable)
+            self._kernel(step, stream)
 
     def _item(self, step: lang.Item, path: Path) -> None:
         expectation = self.expected[path]
@@ -250,11 +208,12 @@ class ProgramRun:
 
     # -- order -----------------------------------------------------------------------------------------------------
 
-    def _record(self, step: lang.RecordStep, path: Path) -> None:
-        self.streams[step.stream].record(self.events[step.event])
-
-    def _wait(self, step: lang.WaitStep, path: Path) -> None:
-        self.streams[step.stream].wait(self.events[step.event])
+    def _event(self, step: lang.EventStep, path: Path) -> None:
+        stream, event = self.streams[step.stream], self.events[step.event]
+        if step.verb == "record":
+            stream.record(event)
+        else:
+            stream.wait(event)
 
     def _synchronize(self, step: lang.Synchronize, path: Path) -> None:
         if step.how == "device":
@@ -288,8 +247,11 @@ class ProgramRun:
             time.sleep(1e-4)
         return done
 
-    def _forget(self, step: lang.ReplaceEventStep, path: Path) -> None:
-        self.events[step.event] = self._create_event(step.event)
+    def _dropped(self, step: lang.DropStep, path: Path) -> None:
+        if step.what == "event":
+            self.events[step.number] = self._create_event(step.number)
+        else:
+            del self.graphs[step.number]
 
     def _signal(self, step: lang.Signal, path: Path) -> None:
         flag, event = self.flags[step.flag], self.events[step.event]
@@ -325,20 +287,13 @@ class ProgramRun:
             if step.raises:
                 raise _Leave
 
-    def _elsewhere(self, step: lang.Elsewhere, path: Path) -> None:
-        if self._other is None:
-            self._other = _OtherThread()
-        self._other.run_task(lambda: self._inside(step.steps, (*path, 0)))
-
     def _together(self, step: lang.ThreadsStep, path: Path) -> None:
-        bodies = [
-            lambda n=n, steps=steps: self._inside(steps, (*path, n)) for n, steps in enumerate((step.first, step.second))
-        ]
+        bodies = [partial(self._inside, steps, (*path, n)) for n, steps in enumerate((step.first, step.second)) if steps]
         control = self.backend.control
-        if control is not None:
+        if control is not None and len(bodies) > 1:
             control.run_threads(*bodies)
             return
-        ready = threading.Barrier(len(bodies))
+        ready = threading.Barrier(max(len(bodies), 1))
 
         def begin_together(body: Callable[[], None]) -> None:
             ready.wait()
@@ -357,7 +312,7 @@ class ProgramRun:
     def _capture(self, step: lang.CaptureStep, path: Path) -> None:
         backend, stream = self.backend, self.streams[step.stream]
         written = sorted({work.to.of for work in step.work})
-        read = sorted({work.source.of for work in step.work if not isinstance(work, lang.FillStep)} - set(written))
+        read = sorted({work.source.of for work in step.work if work.source is not None} - set(written))
         edges = [backend.create_event(f"edge {n} of g{step.graph}") for n in range(2)]
 
         self.origins[step.graph] = stream
@@ -407,9 +362,6 @@ class ProgramRun:
         values = [step.value]
         self.graphs[step.graph].update_params({"n": values}, stream=self.streams[step.stream])
         values[0] = -8
-
-    def _dropgraph(self, step: lang.DropGraph, path: Path) -> None:
-        del self.graphs[step.graph]
 
 
 _HANDLERS = lang.handlers(ProgramRun)

@@ -149,7 +149,7 @@ class _ProgramDraft:
         if step is not None:
             self.emit(step)
             if self.family != "copies" and self.chance(25) and hasattr(step, "stream"):
-                self.emit(lang.RecordStep(step.stream, self.pick(self.events)))
+                self.emit(lang.EventStep("record", step.stream, self.pick(self.events)))
 
     def emit(self, step: Step) -> None:
         """Add ``step`` to the program, preceded by steps that order it. A step that the contract forbids is left out."""
@@ -174,11 +174,11 @@ class _ProgramDraft:
         known = earlier.actor < model.program.streams
         if known and not covering:
             covering = [self.pick(self.events)]
-            self.emit(lang.RecordStep(earlier.actor, covering[0]))
+            self.emit(lang.EventStep("record", earlier.actor, covering[0]))
         if not covering:
             self.emit(lang.Synchronize("device"))
         elif stream is not None and self.chance(75):
-            self.emit(lang.WaitStep(stream, self.pick(covering)))
+            self.emit(lang.EventStep("wait", stream, self.pick(covering)))
         else:
             way = self.pick(
                 ("event", "within", "stream", "device") if len(self.streams) == model.program.streams else ("event",)
@@ -239,28 +239,30 @@ class _ProgramDraft:
     def _fill(self) -> Step:
         of = self.pick(self.buffers)
         length = self.model.program.buffers[of].count
-        return lang.FillStep(self.pick(self.streams), self.span(of, length, self.count(length)), self.fresh() % 100)
+        return lang.WorkStep(
+            self.pick(self.streams), "fill", self.span(of, length, self.count(length)), value=self.fresh() % 100
+        )
 
     def _mix(self) -> Step | None:
         found = self.two(whole=True)
-        return lang.Mix(self.pick(self.streams), *found, self.fresh()) if found else None
+        return lang.WorkStep(self.pick(self.streams), "mix", *found, self.fresh()) if found else None
 
     def _copy(self) -> Step | None:
         found = self.two()
-        return lang.Copy(self.pick(self.streams), *found, self.chance(60)) if found else None
+        return lang.copy_step(self.pick(self.streams), *found, self.chance(60)) if found else None
 
     def _upload(self) -> Step | None:
         found = self.crossing()
-        return lang.Copy(self.pick(self.streams), *found, True) if found else None
+        return lang.copy_step(self.pick(self.streams), *found, True) if found else None
 
     def _download(self) -> Step | None:
         found = self.crossing()
-        return lang.Copy(self.pick(self.streams), found[1], found[0], True) if found else None
+        return lang.copy_step(self.pick(self.streams), found[1], found[0], True) if found else None
 
     def _send(self) -> Step:
         of = self.pick(self.buffers)
         length = self.model.program.buffers[of].count
-        return lang.Send(self.pick(self.streams), self.span(of, length, self.count(length)), self.fresh())
+        return lang.WorkStep(self.pick(self.streams), "send", self.span(of, length, self.count(length)), value=self.fresh())
 
     def _item(self) -> Step | None:
         whole = [n for n in self.buffers if self.model.program.buffers[n].dtype == _WHOLE]
@@ -285,10 +287,10 @@ class _ProgramDraft:
         return lang.Renew(self.pick(self.buffers), self.fresh() % 100, self.chance(40))
 
     def _record(self) -> Step:
-        return lang.RecordStep(self.pick(self.streams), self.pick(self.events))
+        return lang.EventStep("record", self.pick(self.streams), self.pick(self.events))
 
     def _wait(self) -> Step:
-        return lang.WaitStep(self.pick(self.streams), self.pick(self.events))
+        return lang.EventStep("wait", self.pick(self.streams), self.pick(self.events))
 
     def _pile(self) -> None:
         """Add 21 to 25 waits of one stream, each for a further generation of one event, after slow work; the last wait orders
@@ -302,17 +304,17 @@ class _ProgramDraft:
         to, source = found
         self.emit(lang.Slow(a))
         for _ in range(self.number(20, 24)):
-            self.emit(lang.RecordStep(a, event))
-            self.emit(lang.WaitStep(b, event))
-        self.emit(lang.Mix(a, source, to, self.fresh()))
-        self.emit(lang.RecordStep(a, event))
-        self.emit(lang.WaitStep(b, event))
-        self.emit(lang.Copy(b, to, source, True))
+            self.emit(lang.EventStep("record", a, event))
+            self.emit(lang.EventStep("wait", b, event))
+        self.emit(lang.WorkStep(a, "mix", source, to, self.fresh()))
+        self.emit(lang.EventStep("record", a, event))
+        self.emit(lang.EventStep("wait", b, event))
+        self.emit(lang.copy_step(b, to, source, True))
 
     def _perhaps_elsewhere(self, *steps: Step) -> None:
-        """Add the steps to the program, sometimes on the other host thread."""
+        """Add the steps to the program, sometimes on another host thread."""
         if self.chance(50 if self.family == "threads" else 15):
-            self.emit(lang.Elsewhere(steps))
+            self.emit(lang.ThreadsStep(steps))
         else:
             for step in steps:
                 self.emit(step)
@@ -329,21 +331,21 @@ class _ProgramDraft:
             self.emit(lang.Slow(a))
             to = found[0]
             length = self.model.program.buffers[to.of].count
-            self.emit(lang.FillStep(a, ElementSpan(to.of, 0, length), self.fresh() % 100))
-            self._perhaps_elsewhere(lang.RecordStep(a, event))
-            self._perhaps_elsewhere(lang.WaitStep(b, event))
-            self.emit(lang.Copy(b, found[1], to, self.chance(50)))
+            self.emit(lang.WorkStep(a, "fill", ElementSpan(to.of, 0, length), value=self.fresh() % 100))
+            self._perhaps_elsewhere(lang.EventStep("record", a, event))
+            self._perhaps_elsewhere(lang.EventStep("wait", b, event))
+            self.emit(lang.copy_step(b, found[1], to, self.chance(50)))
             return
         buffer, slot = crossing
         if not buffer.count:
             return
-        self.emit(lang.FillStep(a, buffer, self.fresh() % 100))
+        self.emit(lang.WorkStep(a, "fill", buffer, value=self.fresh() % 100))
         self.emit(lang.Slow(a))
-        self.emit(lang.Copy(a, slot, buffer, True))
-        self._perhaps_elsewhere(lang.RecordStep(a, event))
+        self.emit(lang.copy_step(a, slot, buffer, True))
+        self._perhaps_elsewhere(lang.EventStep("record", a, event))
         if self.chance(30):  # pinned memory is read when the copy runs, not when it is enqueued
-            self.emit(lang.WaitStep(b, event))
-            self.emit(lang.Copy(b, buffer, slot, True))
+            self.emit(lang.EventStep("wait", b, event))
+            self.emit(lang.copy_step(b, buffer, slot, True))
             return
         if self.chance(50):
             self._perhaps_elsewhere(lang.Query(*self.pick((("event", event), ("stream", a))), slot.of))
@@ -355,7 +357,7 @@ class _ProgramDraft:
         complete.
         """
         if self.chance(60):
-            self.emit(lang.RecordStep(stream, event))
+            self.emit(lang.EventStep("record", stream, event))
             if self.chance(50):
                 self.emit(lang.Synchronize("event", event))
 
@@ -371,7 +373,7 @@ class _ProgramDraft:
         return lang.Query(what, which, self.pick(self.slots) if self.slots and self.chance(70) else None)
 
     def _forget(self) -> Step:
-        return lang.ReplaceEventStep(self.pick(self.events))
+        return lang.DropStep("event", self.pick(self.events))
 
     def _host_write(self) -> Step | None:
         if not self.slots:
@@ -388,11 +390,11 @@ class _ProgramDraft:
         if first is None or second is None or setter == waiter or self.slows >= _MAX_DELAYS:
             return None
         self.slows += 1
-        before = lang.Mix(setter, *first, self.fresh())
-        after = lang.Copy(waiter, second[0], second[1], self.chance(50))
+        before = lang.WorkStep(setter, "mix", *first, self.fresh())
+        after = lang.copy_step(waiter, second[0], second[1], self.chance(50))
         if self.chance(60):  # the waiter reads the memory that the setter wrote
-            after = lang.Copy(waiter, replace(first[0], of=first[1].of), first[0], False)
-        steps: list[Step] = [lang.FillStep(setter, first[0], value) for value in range(self.number(13, 20))]
+            after = lang.copy_step(waiter, replace(first[0], of=first[1].of), first[0], False)
+        steps: list[Step] = [lang.WorkStep(setter, "fill", first[0], value=value) for value in range(self.number(13, 20))]
         for step in (lang.Slow(setter), *steps) if self.chance(30) else ():  # the set comes after many pending operations
             self.emit(step)
         return lang.Signal(0, self.pick(self.events), setter, waiter, before, after, self.chance(60))
@@ -412,7 +414,7 @@ class _ProgramDraft:
 
     def _elsewhere(self) -> Step | None:
         found = self.several(3, self.inner)
-        return lang.Elsewhere(found) if found else None
+        return lang.ThreadsStep(found) if found else None
 
     def _scope(self) -> Step | None:
         # On a device that computes in host memory, host accesses inside a scope are work of the stream.
@@ -461,8 +463,8 @@ class _ProgramDraft:
             param=param,
         )
 
-    def _kernels(self, stream: int, least: int, most: int, param: bool) -> tuple[lang.FillStep | lang.Copy | lang.Mix, ...]:
-        made: list[lang.FillStep | lang.Copy | lang.Mix] = []
+    def _kernels(self, stream: int, least: int, most: int, param: bool) -> tuple[lang.WorkStep, ...]:
+        made: list[lang.WorkStep] = []
         for number in range(self.number(least, most)):
             found = self.two(whole=self.chance(80) or bool(param and not number))
             if found is None:
@@ -472,11 +474,11 @@ class _ProgramDraft:
             if mixable and (self.chance(80) or (param and not number)):
                 # The host parameter is read by one operation of each graph.
                 add: int | str = "param" if param and not number else "scalar" if self.chance(50) else self.fresh()
-                made.append(lang.Mix(stream, to, source, add))
+                made.append(lang.WorkStep(stream, "mix", to, source, add))
             elif self.chance(70):
-                made.append(lang.Copy(stream, to, source, self.chance(40)))
+                made.append(lang.copy_step(stream, to, source, self.chance(40)))
             else:
-                made.append(lang.FillStep(stream, to, self.fresh() % 100))
+                made.append(lang.WorkStep(stream, "fill", to, value=self.fresh() % 100))
         return tuple(made)
 
     def _beside(self) -> None:
@@ -489,25 +491,21 @@ class _ProgramDraft:
         self.slows += 2
         for graph in self.graphs[:2]:
             if graph in self.model.state.graphs:
-                self.emit(lang.DropGraph(graph))
-        first = self.number(0, len(self.streams) - 1)
-        streams = (self.streams[first], self.streams[first - 1])
+                self.emit(lang.DropStep("graph", graph))
+        number = self.number(0, len(self.streams) - 1)
+        streams = (self.streams[number], self.streams[number - 1])
         source, *targets = whole
         length = self.model.program.buffers[source].count
         work, together = self.number(1, 5), self.chance(50)
         for graph, stream, target in zip(self.graphs, streams, targets, strict=False):
-            body = tuple(
-                lang.Mix(
-                    stream, ElementSpan(target, 0, length), ElementSpan(target if n else source, 0, length), self.fresh()
-                )
-                for n in range(work)
-            )
+            to, first = ElementSpan(target, 0, length), ElementSpan(source, 0, length)
+            body = tuple(lang.WorkStep(stream, "mix", to, to if n else first, self.fresh()) for n in range(work))
             self.emit(lang.CaptureStep(graph, streams[0] if together else stream, body, self.fresh(), self.fresh()))
         self.emit(lang.Synchronize("device"))
         event = self.pick(self.events)
         self.emit(lang.Slow(streams[0]))
-        self.emit(lang.RecordStep(streams[0], event))
-        self.emit(lang.WaitStep(streams[1], event))  # so that both begin at one moment
+        self.emit(lang.EventStep("record", streams[0], event))
+        self.emit(lang.EventStep("wait", streams[1], event))  # so that both begin at one moment
         times = self.pick((1, 3, 10, 24))
         for graph, stream in zip(self.graphs, streams, strict=False):
             if graph in self.model.state.graphs:
@@ -529,4 +527,4 @@ class _ProgramDraft:
 
     def _drop_graph(self) -> Step | None:
         alive = self._alive()
-        return lang.DropGraph(self.pick(alive)) if alive else None
+        return lang.DropStep("graph", self.pick(alive)) if alive else None

@@ -63,46 +63,20 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
-class FillStep:
-    """A kernel that writes ``value`` to the elements ``to``."""
+class WorkStep:
+    """A step whose stream writes the elements ``to``.
 
-    stream: int
-    to: ElementSpan
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A copy on the device, by ``copy_async`` or by an ordinary operation, or to or from pinned memory, by ``copy_async``."""
-
-    stream: int
-    to: ElementSpan
-    source: ElementSpan
-    asynchronous: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Kernels that compute ``to = source * 3 + add`` through a temporary that is dropped at once. Only for integers.
-
-    In a graph ``add`` may name a frozen scalar or a host parameter of the capture.
+    ``kind``: ``fill`` writes ``value``. ``copy`` and ``copy_async`` copy ``source``, by an ordinary operation of the device,
+    or by the verb, which also copies to and from pinned memory. ``mix`` computes ``source * 3 + value`` of integers through a
+    temporary that is dropped at once. ``send`` copies new pageable host memory with the pattern ``value``, dropped at once.
+    In a graph the ``value`` of a ``mix`` may name a frozen scalar or a host parameter of the capture.
     """
 
     stream: int
+    kind: str
     to: ElementSpan
-    source: ElementSpan
-    add: int | str
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """An ordinary copy of new pageable host memory with the pattern ``seed`` to the device. The host memory is dropped at
-    once.
-    """
-
-    stream: int
-    to: ElementSpan
-    seed: int
+    source: ElementSpan | None = None
+    value: int | str = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +130,10 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordStep:
-    """A step that calls ``stream.record(event)``."""
+class EventStep:
+    """A step that calls ``stream.record(event)`` or ``stream.wait(event)``; ``verb`` is ``record`` or ``wait``."""
 
-    stream: int
-    event: int
-
-
-@dataclass(frozen=True, slots=True)
-class WaitStep:
-    """A step that calls ``stream.wait(event)``."""
-
+    verb: str
     stream: int
     event: int
 
@@ -189,10 +156,13 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaceEventStep:
-    """A step that drops an event, also while waits for it are queued, and replaces it by a new one."""
+class DropStep:
+    """A step that drops an ``event``, also while waits for it are queued, and replaces it by a new one; or a ``graph``, also
+    while replays are queued.
+    """
 
-    event: int
+    what: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +176,8 @@ class Signal:
     event: int
     setter: int
     waiter: int
-    before: Mix | FillStep
-    after: Mix | Copy
+    before: WorkStep
+    after: WorkStep
     early: bool
 
 
@@ -241,18 +211,14 @@ class ScopeStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A step that runs ``steps`` on the other host thread, while this thread waits for it."""
-
-    steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ThreadsStep:
-    """A step in which two host threads run their own steps concurrently. They share no stream, memory, event or graph."""
+    """A step that new host threads run while this thread waits: ``first`` alone, or both concurrently.
+
+    Two threads share no stream, memory, event or graph.
+    """
 
     first: tuple[Step, ...]
-    second: tuple[Step, ...]
+    second: tuple[Step, ...] = ()
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -269,16 +235,16 @@ class CaptureStep:
 
     graph: int
     stream: int
-    body: tuple[FillStep | Copy | Mix, ...]
+    body: tuple[WorkStep, ...]
     scalar: int
     value: int
     fork: int | None = None
-    branch: tuple[FillStep | Copy | Mix, ...] = ()
-    tail: tuple[FillStep | Copy | Mix, ...] = ()
+    branch: tuple[WorkStep, ...] = ()
+    tail: tuple[WorkStep, ...] = ()
     param: int | None = None
 
     @property
-    def work(self) -> tuple[FillStep | Copy | Mix, ...]:
+    def work(self) -> tuple[WorkStep, ...]:
         """The captured steps in order."""
         return (*self.body, *self.branch, *self.tail)
 
@@ -301,38 +267,25 @@ class Update:
     value: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropGraph:
-    """A step that drops a graph, also while replays are queued."""
-
-    graph: int
-
-
 Step = (
     Slow
-    | FillStep
-    | Copy
-    | Mix
-    | Send
+    | WorkStep
     | Item
     | Lend
     | Churn
     | Renew
-    | RecordStep
-    | WaitStep
+    | EventStep
     | Synchronize
     | Query
-    | ReplaceEventStep
+    | DropStep
     | Signal
     | HostWrite
     | HostRead
     | ScopeStep
-    | Elsewhere
     | ThreadsStep
     | CaptureStep
     | ReplayStep
     | Update
-    | DropGraph
 )
 
 
@@ -348,13 +301,18 @@ class DeviceProgram:
     flags: int = 0
 
 
+def copy_step(stream: int, to: ElementSpan, source: ElementSpan, asynchronous: bool) -> WorkStep:
+    """Return a copy of ``source``, by ``copy_async`` if ``asynchronous``."""
+    return WorkStep(stream, "copy_async" if asynchronous else "copy", to, source)
+
+
 Path = tuple[int, ...]
 """The position of a step: its index in the program, then its list and index inside the outer step, and so on."""
 
 
 def inner(step: Step) -> tuple[tuple[Step, ...], ...]:
     """Return the lists of steps inside a step."""
-    if isinstance(step, ScopeStep | Elsewhere):
+    if isinstance(step, ScopeStep):
         return (step.steps,)
     return (step.first, step.second) if isinstance(step, ThreadsStep) else ()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -236,30 +237,19 @@ class Model:
     def _churn(self, step: lang.Churn, path: Path) -> None:
         self._node(step.stream, path, "Backend.on")
 
-    def _fill(self, step: lang.FillStep | lang.Mix, path: Path) -> None:
-        self.work(step.stream, path, "Backend.on", [self.effect(step)])
+    def _work(self, step: lang.WorkStep, path: Path) -> None:
+        self.work(step.stream, path, "Backend.copy_async" if step.kind == "copy_async" else "Backend.on", [self.effect(step)])
 
-    _mix = _fill
-
-    def _copy(self, step: lang.Copy, path: Path) -> None:
-        self.work(step.stream, path, "Backend.copy_async" if step.asynchronous else "Backend.on", [self.effect(step)])
-
-    def effect(self, step: lang.FillStep | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
-        """Return the effect of a kernel step: its target, its source and the function between them."""
-        target = step.to.key
-        if isinstance(step, lang.FillStep):
-            kind, value = lang.dtype_of(self.program.buffers[step.to.of]), step.value
-            return Effect(target, step.to, lambda _: torch.full((step.to.count,), value, dtype=torch.int64).to(kind))
-        source = step.source.key
-        if isinstance(step, lang.Copy):
-            return Effect(target, step.to, _same, source, step.source)
-        add = {"scalar": scalar, "param": param}[step.add] if isinstance(step.add, str) else step.add
-        return Effect(target, step.to, lambda x: _mixed(x, add), source, step.source)
-
-    def _send(self, step: lang.Send, path: Path) -> None:
-        dtype = lang.dtype_of(self.program.buffers[step.to.of])
-        effect = Effect(("buffer", step.to.of), step.to, lambda _: lang.pattern(step.seed, step.to.count, dtype))
-        self.work(step.stream, path, "Backend.on", [effect])
+    def effect(self, step: lang.WorkStep, scalar: int = 0, param: int = 0) -> Effect:
+        """Return the effect of a step: its target, its source and the function between them."""
+        value = {"scalar": scalar, "param": param}[step.value] if isinstance(step.value, str) else step.value
+        if step.source is not None:
+            make = partial(_mixed, add=value) if step.kind == "mix" else _same
+            return Effect(step.to.key, step.to, make, step.source.key, step.source)
+        count, dtype = step.to.count, lang.dtype_of(self.program.buffers[step.to.of])
+        if step.kind == "send":
+            return Effect(step.to.key, step.to, lambda _: lang.pattern(value, count, dtype))
+        return Effect(step.to.key, step.to, lambda _: torch.full((count,), value, dtype=torch.int64).to(dtype))
 
     def _item(self, step: lang.Item, path: Path) -> None:
         key: Key = ("buffer", step.of)
@@ -276,8 +266,8 @@ class Model:
         self._check(self.clock_of(step.maker), (source,), ())
         node = self._node(step.maker, path, "Backend.on")
         self._read(node, source)
-        self._record(lang.RecordStep(step.maker, step.event), path)
-        self._wait(lang.WaitStep(step.user, step.event), path)
+        self._event(lang.EventStep("record", step.maker, step.event), path)
+        self._event(lang.EventStep("wait", step.user, step.event), path)
         self._node(step.user, path, "Backend.delay")
         effect = Effect(("buffer", step.to.of), step.to, lambda x: _mixed(x, step.add), source, step.source)
         # The model reads `source` again instead of the temporary, which is the same unless this step writes `source`.
@@ -302,11 +292,11 @@ class Model:
 
     # -- order -----------------------------------------------------------------------------------------------------
 
-    def _record(self, step: lang.RecordStep, path: Path) -> None:
-        self.state.events[step.event] = self._node(step.stream, path, "Stream.record")
-
-    def _wait(self, step: lang.WaitStep, path: Path) -> None:
-        self._node(step.stream, path, "Stream.wait", [(self._recorded(step.event), "Stream.wait")])
+    def _event(self, step: lang.EventStep, path: Path) -> None:
+        if step.verb == "record":
+            self.state.events[step.event] = self._node(step.stream, path, "Stream.record")
+        else:
+            self._node(step.stream, path, "Stream.wait", [(self._recorded(step.event), "Stream.wait")])
 
     def _recorded(self, event: int) -> Node:
         found = self.state.events[event]
@@ -337,8 +327,12 @@ class Model:
         reader = Node(self.state.host, clock, causes, path, verb)
         self._expect(path, key, reader=reader, certain=certain)
 
-    def _forget(self, step: lang.ReplaceEventStep, path: Path) -> None:
-        self.state.events[step.event] = None
+    def _drop(self, step: lang.DropStep, path: Path) -> None:
+        if step.what == "event":
+            self.state.events[step.number] = None
+        else:
+            self._graph(step.number)
+            del self.state.graphs[step.number]
 
     def _signal(self, step: lang.Signal, path: Path) -> None:
         if step.setter == step.waiter or step.before.stream != step.setter or step.after.stream != step.waiter:
@@ -352,8 +346,8 @@ class Model:
         self.work(step.waiter, path, "Backend.on", [self.effect(step.after)])
         lowered = self._node(step.waiter, path, "Flag.reset")
         self.state.cells[key] = Cell(None, lowered)
-        self._record(lang.RecordStep(step.waiter, step.event), path)
-        self._wait(lang.WaitStep(step.setter, step.event), path)
+        self._event(lang.EventStep("record", step.waiter, step.event), path)
+        self._event(lang.EventStep("wait", step.setter, step.event), path)
 
     # -- the host --------------------------------------------------------------------------------------------------
 
@@ -368,15 +362,13 @@ class Model:
         self._check(self.host_clock, (("slot", step.slot),), ())
         self._expect(path, ("slot", step.slot))
 
-    def _scope(self, step: lang.ScopeStep | lang.Elsewhere, path: Path) -> None:
+    def _scope(self, step: lang.ScopeStep, path: Path) -> None:
         for number, within in enumerate(step.steps):
             self.apply(within, (*path, 0, number))
 
-    _elsewhere = _scope
-
     def _together(self, step: lang.ThreadsStep, path: Path) -> None:
         used = [_named_resources(steps) for steps in (step.first, step.second)]
-        if used[0] & used[1] or ("device", 0) in used[0] | used[1]:
+        if all(used) and (used[0] & used[1] or ("device", 0) in used[0] | used[1]):
             raise ForbiddenStep("the two threads share something")
         state, home = self.state, self.state.host
         for number, steps in enumerate((step.first, step.second)):
@@ -407,7 +399,7 @@ class Model:
             self.state.cells[what, step.graph] = Cell(None, node)
         for _, index in sorted(set(writes)):
             memory = self.program.buffers[index]
-            fill = lang.FillStep(step.stream, ElementSpan(index, 0, memory.count), step.value)
+            fill = lang.WorkStep(step.stream, "fill", ElementSpan(index, 0, memory.count), value=step.value)
             self.work(step.stream, path, "Backend.on", [self.effect(fill)])
 
     def _replay(self, step: lang.ReplayStep, path: Path) -> None:
@@ -435,10 +427,6 @@ class Model:
         self._check(self.clock_of(step.stream), (), (key,))
         self.state.cells[key] = Cell(None, self._node(step.stream, path, "Graph.update_params"))
         self.state.params[step.graph] = step.value
-
-    def _dropgraph(self, step: lang.DropGraph, path: Path) -> None:
-        self._graph(step.graph)
-        del self.state.graphs[step.graph]
 
 
 _HANDLERS = lang.handlers(Model)
@@ -478,7 +466,7 @@ def _buffers(graph: lang.CaptureStep) -> set[int]:
 
 def _accessed(graph: lang.CaptureStep) -> tuple[list[Key], list[Key]]:
     """Return the buffers that a graph reads, and those that it writes."""
-    reads: list[Key] = [("buffer", w.source.of) for w in graph.work if not isinstance(w, lang.FillStep)]
+    reads: list[Key] = [("buffer", w.source.of) for w in graph.work if w.source is not None]
     return reads, [("buffer", w.to.of) for w in graph.work]
 
 
@@ -494,6 +482,8 @@ def _named_resources(steps: Sequence[Step]) -> set[tuple[str, int]]:
                 found.add(("stream", value))
             elif name in ("event", "graph", "slot", "flag") and value is not None:
                 found.add((name, value))
+        if isinstance(step, lang.DropStep):
+            found.add((step.what, step.number))
         if isinstance(step, lang.Synchronize | lang.Query):
             kind = step.how if isinstance(step, lang.Synchronize) else step.what
             found.add(("event" if kind == "within" else kind, step.which))

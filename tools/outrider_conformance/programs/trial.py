@@ -69,14 +69,10 @@ PROMISES: Mapping[str, Promise] = MappingProxyType(
 _WAITS = frozenset({"Stream.wait", "Stream.synchronize", "Event.synchronize", "Backend.synchronize", "Flag.wait"})
 _STEPS: Mapping[type, str] = MappingProxyType(
     {
-        lang.RecordStep: "Stream.record",
-        lang.WaitStep: "Stream.wait",
         lang.Lend: "Backend.keep_alive",
         lang.CaptureStep: "Backend.capture",
         lang.ReplayStep: "Graph.replay",
         lang.Update: "Graph.update_params",
-        lang.DropGraph: "graph",
-        lang.ReplaceEventStep: "event",
         lang.Signal: "Flag.wait",
         lang.HostWrite: "Backend.empty_pinned",
         lang.HostRead: "Backend.empty_pinned",
@@ -98,7 +94,11 @@ def broken_promise(model: Model, error: BaseException) -> Promise:
             return PROMISES[lang.WAIT_VERBS[step.how]]
         if isinstance(step, lang.Query):
             return PROMISES["Event.query" if step.what == "event" else "Stream.query"]
-        if isinstance(step, lang.Copy) and step.asynchronous:
+        if isinstance(step, lang.EventStep):
+            return PROMISES[f"Stream.{step.verb}"]
+        if isinstance(step, lang.DropStep):
+            return PROMISES[step.what]
+        if isinstance(step, lang.WorkStep) and step.kind == "copy_async":
             return PROMISES["Backend.copy_async"]
         return PROMISES[_STEPS.get(type(step), "Backend.on")]
     return PROMISES["Stream"]
@@ -269,7 +269,7 @@ def _smaller(steps: Steps) -> Iterator[Steps]:
 
 
 def _smaller_replacements(step: Step) -> Iterator[Steps]:
-    if isinstance(step, lang.ScopeStep | lang.Elsewhere):
+    if isinstance(step, lang.ScopeStep):
         yield step.steps
         for steps in _smaller(step.steps):
             if steps:

@@ -20,7 +20,7 @@ from torch_npu.npu.graphs import (
 from torch_npu.npu.streams import Event, ExternalEvent, Stream, sim
 from torch_npu.npu.utils import StreamContext, current_stream, default_stream, device, set_stream, stream, synchronize
 
-_base = torch_npu.registered.module  # what torch itself wants of a device's module: random states, autocast
+_base = getattr(torch, torch_npu.registered.name)  # what torch itself wants of a device: random states, autocast
 _allocate = sim().memory.allocate
 
 
