@@ -220,6 +220,12 @@ def test_the_turns_of_a_conversation(outrider, checkpoint, typed):
     assert said[1::2] == [answer["text"] for answer in found["answers"]]
 
 
+def test_a_file_of_windows_begins_with_a_mark_that_is_no_text(outrider, checkpoint, typed):
+    typed(b'\xef\xbb\xbf"""\r\na\r\nb\r\n"""\r\n')
+    said = outrider("chat", "--model", checkpoint, "--max-tokens", "2", "--json", *COMMON).json["messages"]
+    assert [each["content"] for each in said if each["role"] == "user"] == ["a\nb"]
+
+
 def test_a_conversation_longer_than_the_context_is_told(outrider, checkpoint, typed):
     typed(b"a b c d e f g h i j k l m n o p\n" * 3)
     result = outrider("chat", "--model", checkpoint, "--max-context", "48", "--max-tokens", "4", *COMMON)

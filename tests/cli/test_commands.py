@@ -40,9 +40,16 @@ def test_one_package_seen_twice_is_one():
 
 
 def test_a_command_and_a_group_of_one_name_exclude_each_other():
-    found = commands([offer("bench", "one:bench"), offer("bench.a", "two:a")])["bench"]
+    found = commands([offer("bench", "one:bench", "first"), offer("bench.a", "two:a", "second")])["bench"]
     assert isinstance(found, CommandUnavailable)
-    assert "as a group" in found.reason
+    assert found.reason == "first (one:bench) offers 'bench' as a command, second (two:a) as a group of commands"
+
+
+@pytest.mark.parametrize("name", ["serve", "serve.deep", "bench", "bench.decode"])
+def test_another_package_breaks_no_name_of_outriders_tools(name):
+    own = [offer("serve", "own:serve", "outrider"), offer("bench.decode", "own:decode", "outrider")]
+    for found in ([*own, offer(name, "other:command", "first")], [offer(name, "another:command", "first"), *own]):
+        assert commands(found) == {**OWN, "serve": "own:serve", "bench": {"decode": "own:decode"}}
 
 
 @pytest.mark.parametrize("name", ["generate", "doctor.deep"])
@@ -53,7 +60,9 @@ def test_outriders_own_names_stay_its_own(name):
 @pytest.fixture
 def app(monkeypatch, tmp_path):
     """Three commands: one works, one's module can't be imported, one's function isn't there."""
-    (tmp_path / "good_commands.py").write_text('def works() -> None:\n    """It does something."""')
+    (tmp_path / "good_commands.py").write_text(
+        'def works() -> None:\n    """It does something."""\nasync def waits() -> None:\n    """It would do nothing."""'
+    )
     (tmp_path / "torn_commands.py").write_text("raise ImportError('no such driver')")
     (tmp_path / "leaving_commands.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -62,6 +71,7 @@ def app(monkeypatch, tmp_path):
         "torn": "torn_commands:torn",
         "leaving": "leaving_commands:leave",
         "absent": "good_commands:not_there",
+        "waits": "good_commands:waits",
         "twice": CommandUnavailable("two packages offer it"),
     }
     yield group(table, help="Made up.")
@@ -72,6 +82,7 @@ REASONS = {
     "torn": "ImportError: no such driver",
     "leaving": "SystemExit: 3",
     "absent": "AttributeError",
+    "waits": "expected a function that isn't async",
     "twice": "two packages offer it",
 }
 

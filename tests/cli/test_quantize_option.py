@@ -11,6 +11,7 @@ from outrider.bundled import bundled
 from outrider.cli.options.models import find_quantized_copy
 from outrider.model import find_checkpoint, load_decoder
 from outrider.model.checkpoint.files import GGUF_LIST
+from outrider.model.quantization import writing
 from outrider.registry import get_backend
 from tiny_checkpoints import write_checkpoint
 
@@ -59,6 +60,22 @@ def test_a_gguf_file_becomes_a_format_with_kernels(tmp_path, capsys):
     assert find_quantized_copy(source, "int4") == copy
     (tmp_path / "m.gguf").touch()
     assert find_quantized_copy(find_checkpoint(tmp_path / "m.gguf"), "int4") != copy, "the file has changed"
+
+
+def test_a_copy_that_another_process_finishes_first_is_used(tmp_path, monkeypatch, capsys):
+    write_checkpoint(tmp_path / "source", "llama")
+    write, copied = writing._write_tensors, []
+
+    def write_both(*arguments):
+        if not copied:
+            copied.append(None)
+            copied.append(find_quantized_copy(tmp_path / "source", "int8"))
+        return write(*arguments)
+
+    monkeypatch.setattr(writing, "_write_tensors", write_both)
+    assert find_quantized_copy(tmp_path / "source", "int8") == copied[1]
+    assert copies(tmp_path) == [copied[1]]
+    assert capsys.readouterr().err.count("rounded without calibration") == 1
 
 
 @pytest.mark.parametrize(

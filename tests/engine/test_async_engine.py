@@ -247,6 +247,114 @@ def test_what_making_raises_comes_out_of_start():
     asyncio.run(main())
 
 
+def held_back():
+    """An engine's maker that waits, and the event that lets it go on."""
+    release = threading.Event()
+    return lambda: release.wait(60) and make(), release
+
+
+def test_a_start_that_is_cancelled_may_be_repeated():
+    async def main():
+        source, release = held_back()
+        engine = AsyncEngine(source)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.start(), 0.01)
+        release.set()
+        await engine.start()
+        await engine.start()
+        assert await engine.generate(PROMPTS[0], PARAMS) == (tiny.plain(PROMPTS[0], 10),)
+        await engine.close()
+        with pytest.raises(AsyncEngineClosed, match="make a new one"):
+            await engine.start()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_entry_leaves_no_thread():
+    async def main():
+        source, release = held_back()
+        engine = AsyncEngine(source)
+        task = asyncio.create_task(engine.__aenter__())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        release.set()
+        await asyncio.to_thread(engine._thread.join, 60)
+        assert not engine._thread.is_alive()
+
+    asyncio.run(main())
+
+
+def test_a_request_before_the_end_of_a_start_that_fails():
+    async def main():
+        release = threading.Event()
+
+        def broken():
+            release.wait(60)
+            raise ValueError("no model")
+
+        engine = AsyncEngine(broken)
+        tasks = [asyncio.create_task(each) for each in (engine.start(), engine.generate(PROMPTS[0], PARAMS))]
+        await asyncio.sleep(0.01)
+        release.set()
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        assert [str(each) for each in ended] == ["no model"] * 2
+
+    asyncio.run(main())
+
+
+def test_closing_hands_out_what_has_ended():
+    """A request may have ended without a step that returns its last output, for example by drain."""
+
+    async def main():
+        engine = AsyncEngine(make())
+        await engine.start()
+        task = asyncio.create_task(engine.generate(PROMPTS[1], PARAMS))
+
+        def end_all(inner):
+            while inner.open_requests:
+                inner._iterate()
+            engine._request_stop(drain=False)
+
+        while not engine.open_requests:
+            await asyncio.sleep(0)
+        await engine.call(end_all)
+        assert await asyncio.wait_for(task, 60) == (tiny.plain(PROMPTS[1], 10),)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_task_that_is_cancelled_during_a_drain_aborts_its_request():
+    async def main():
+        engine = AsyncEngine(make())
+        await engine.start()
+        loop, launched, cancelled = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        step, reasons = engine.engine.step, []
+
+        def held():
+            outputs = step()
+            reasons.extend(output.finish_reason for output in outputs)
+            loop.call_soon_threadsafe(launched.set)
+            assert cancelled.wait(60)
+            return outputs
+
+        engine.engine.step = held
+        task = asyncio.create_task(engine.generate(PROMPTS[1], SamplingParams(max_tokens=50, ignore_eos=True)))
+        await launched.wait()
+        closing = asyncio.create_task(engine.close(drain=True))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        cancelled.set()
+        await closing
+        assert "length" not in reasons
+        assert "abort" in reasons
+
+    asyncio.run(main())
+
+
 def test_the_engine_itself_belongs_to_its_thread():
     async def main(engine):
         with pytest.raises(WrongThread, match="AsyncEngine"):

@@ -188,3 +188,13 @@ def test_an_image_is_where_its_first_placeholder_is(before):
     media = SimpleNamespace(grid=SimpleNamespace(features=lambda _: 3))
     found = _spans([media, media], (*(1,) * before, 7, 7, 7, 2, 8, 8, 8), vision)
     assert found == (range(before, before + 3), range(before + 4, before + 7))
+
+
+def test_pages_are_registered_when_they_are_full_alone(bundle64, prompt_tokens, monkeypatch):
+    """Each call joins the prompt and the output: at 128k tokens this takes longer than an iteration of the device."""
+    engine = bundle64.engine(max_context=96, page_size=16, prefix_cache=True)
+    calls, register = [], engine._scheduler.pages.register
+    monkeypatch.setattr(engine._scheduler.pages, "register", lambda *given: calls.append(given[2]) or register(*given))
+    engine.generate([prompt_tokens[0][:20]], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert [filled // 16 for filled in calls] == [1, 2, 3]
+    assert engine.load.cached_pages == 3

@@ -59,6 +59,28 @@ def test_any_tokens(tokenizer, data):
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("unit", [b"\xef\xbf\xbd", b"\xf0\x9f\x98", b"\xe2\x80", b"\xff"])
+def test_broken_characters(tokenizer, unit):
+    """In runs longer than the window, which then begins at any byte."""
+    byte = {tokenizer.bytes_of(token): token for token in range(tokenizer.vocab_size) if len(tokenizer.bytes_of(token)) == 1}
+    for before in range(8):
+        text = b"a" + b"\xff" * before + unit * 40 + "\N{GRINNING FACE}b".encode()
+        ids = [byte[bytes((each,))] for each in text]
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind_of_token", ["broken", "special"])
+def test_the_window_of_a_stream_stays_short(kind_of_token):
+    """A model may repeat tokens without a whole character up to its limit, for example the end token with ignore_eos."""
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    broken = next(token for token in range(tokenizer.vocab_size) if tokenizer.bytes_of(token) == b"\xff")
+    decoder, lengths = tokenizer.stream(), []
+    decode, decoder._decode = decoder._decode, lambda ids: lengths.append(len(ids)) or decode(ids)
+    for _ in range(300):
+        decoder.push(broken if kind_of_token == "broken" else min(tokenizer.special_tokens))
+    assert max(lengths) < 80
+
+
 @given(text=st.text(alphabet=st.sampled_from("the cat\n日本é🙂👩‍👧é.") | st.characters(codec="utf-8"), max_size=40))
 def test_any_text(tokenizer, text):
     ids = tokenizer.encode(text)

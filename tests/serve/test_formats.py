@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from xgrammar.testing import _is_grammar_accept_string
 
 from outrider.device import ConfigError
+from outrider.serve.api import format_reader
 from outrider.serve.api.format_reader import FormatReader
 from outrider.serve.api.model_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat, choose_format
 from outrider.serve.command import HttpOptions
@@ -269,6 +270,23 @@ def test_text_without_a_call_stays_as_it_is(tool_format, text):
     made, _ = read(ModelFormat(tool_format, "none"), text, [5] * 99)
     if not made["calls"]:
         assert made == {"content": text, "reasoning_content": "", "calls": []}
+
+
+@pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name != "none"])
+def test_white_space_without_an_end_is_not_matched_again_with_each_token(tool_format, monkeypatch):
+    """A model may repeat it up to its limit: a match of all of it after each token took seconds of the server."""
+    seen, match = [], format_reader.regex.match
+
+    def recorded(pattern, text, *, pos, endpos=10**6, partial):
+        seen.append(min(len(text), endpos) - pos)
+        return match(pattern, text, pos=pos, endpos=endpos, partial=partial)
+
+    monkeypatch.setattr(format_reader.regex, "match", recorded)
+    model_format = ModelFormat(tool_format, "none")
+    for start in {start for region in model_format.regions if region.kind == "call" for start in region.starts}:
+        text = f"{start}{' ' * 3000}x"
+        assert read(model_format, text, [50] * 99)[0] == {"content": text, "reasoning_content": "", "calls": []}
+    assert max(seen) <= 1024
 
 
 def test_a_format_is_chosen_by_the_chat_template():

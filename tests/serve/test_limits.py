@@ -88,6 +88,11 @@ def test_a_long_stop_string_is_refused(http, stop):
     refused(http.post("/v1/completions", json={**ASKED, "stop": stop}), 400, param=param)
 
 
+def test_a_list_that_is_too_long_is_named_and_no_other_type_of_the_field(http):
+    answer = http.post("/v1/completions", json={**ASKED, "stop": ["a"] * 65})
+    assert "at most 64 items" in refused(answer, 400, param="stop")
+
+
 @pytest.mark.parametrize("prompt", [["a"] * 3000, [[5]] * 3000], ids=["texts", "tokens"])
 def test_too_many_prompts_are_refused_before_they_are_tokenised(server, http, monkeypatch, prompt):
     monkeypatch.setattr(server.service.prompter, "_tokens", None)

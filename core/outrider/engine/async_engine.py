@@ -61,6 +61,7 @@ class AsyncEngine:
         self._readers: dict[int, _OutputReader] = {}
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._started: Future[Engine] = Future()
+        self._started.set_running_or_notify_cancel()  # or a task that is cancelled in start would cancel it for all others
         self._stop: bool | None = None  # None: go on; False: when all requests have ended; True: now
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -69,8 +70,15 @@ class AsyncEngine:
     # -- starting and ending ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the thread and wait until the engine exists. Raises the error of the engine's creation."""
-        self._thread.start()
+        """Start the thread and wait until the engine exists. May be called again, also after its task was cancelled.
+
+        Raises the error of the engine's creation, and :class:`AsyncEngineClosed` once :meth:`close` was called.
+        """
+        with self._lock:
+            if self._stop is not None:
+                raise AsyncEngineClosed("this engine was closed; make a new one")
+            if self._thread.ident is None:
+                self._thread.start()
         await asyncio.wrap_future(self._started)
 
     async def close(self, *, drain: bool = False) -> None:
@@ -78,16 +86,23 @@ class AsyncEngine:
 
         With ``drain``, the thread finishes open requests first; otherwise it aborts them.
         """
-        with self._lock:
-            self._stop = not drain or bool(self._stop)
-        self._commands.put(lambda: None)
+        self._request_stop(drain=drain)
         if self._thread.ident is None:
             self._ended.set()
             return
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
+    def _request_stop(self, *, drain: bool) -> None:
+        with self._lock:
+            self._stop = not drain or bool(self._stop)
+        self._commands.put(lambda: None)
+
     async def __aenter__(self) -> AsyncEngine:
-        await self.start()
+        try:
+            await self.start()
+        except asyncio.CancelledError:  # no caller could close the engine
+            self._request_stop(drain=False)
+            raise
         return self
 
     async def __aexit__(
@@ -203,7 +218,8 @@ class AsyncEngine:
 
     def _post(self, command: Callable[[], None], answer: Future[Any] | None = None) -> None:
         with self._lock:
-            gone = self._stop is not None or self._ended.is_set() or self._thread.ident is None
+            is_refused = self._stop is not None and answer is not None  # a request can be dropped during a drain
+            gone = is_refused or self._ended.is_set() or self._thread.ident is None
             if not gone:
                 self._commands.put(command)
         if gone and answer is not None:
@@ -217,8 +233,8 @@ class AsyncEngine:
             engine.adopt()
         except BaseException as error:
             self._error = error
+            self._started.set_exception(error)  # first: commands that came meanwhile wait for it
             self._finish(None)
-            self._started.set_exception(error)
             return
         self._started.set_result(engine)
         try:
@@ -272,8 +288,10 @@ class AsyncEngine:
 
     def _drop(self, requests: set[int]) -> None:
         """Abort requests whose readers are gone, for example because their event loop was closed."""
+        if not requests:
+            return
         engine = self._started.result()
-        still_open = engine.open_requests.keys() if requests else ()
+        still_open = engine.open_requests.keys()
         for request in list(requests):
             if self._readers.pop(request, None) is not None and request in still_open:
                 engine.abort(request)
@@ -284,16 +302,16 @@ class AsyncEngine:
             self._ended.set()
         if engine is not None and self._error is None:
             try:
-                for request in list(self._readers):
+                for request in engine.open_requests.keys() & self._readers.keys():
                     engine.abort(request)
-                for output in engine.step():
+                for output in engine.step():  # also those of requests that have ended since the last step
                     self._hand_on(output)
                 engine.drain()
             except BaseException as failure:  # open streams would wait forever for the outputs of a failed device
                 self._error = failure
-        error = self._error or AsyncEngineClosed("this engine was closed")
+        reason = self._error or AsyncEngineClosed("this engine was closed")
         for reader in set(self._readers.values()):
-            reader.put(error)
+            reader.put(reason)
         self._readers.clear()
         while not self._commands.empty():
             self._commands.get_nowait()()

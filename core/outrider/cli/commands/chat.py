@@ -244,7 +244,7 @@ def _piped_line() -> str:
     if len(line) > MAX_BYTES:
         raise RequestError(f"standard input has a line of more than {MAX_BYTES >> 20} MiB; expected a message")
     try:
-        return line.decode("utf-8")
+        return line.decode("utf-8-sig")  # editors of Windows begin files with a mark
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input isn't UTF-8 text: {error.reason} at byte {error.start} of a line") from None
 

@@ -229,7 +229,8 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
         case _:
             kind, code = type(error).__name__, 1
             message = (
-                f"internal error: {kind}: {error}; this is a bug in outrider: please report it with the output of --debug"
+                f"internal error: {kind}: {error}; this is a bug in outrider or in the plugin that was used: please report "
+                "it there with the output of --debug"
             )
     if json_out is not None:
         try:

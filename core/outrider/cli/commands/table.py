@@ -149,8 +149,8 @@ OWN: Mapping[str, Target] = {
 def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Target]:
     """Return every command as a table for :func:`group`.
 
-    ``entry_points`` replaces the installed ones. No package replaces a command of Outrider. A name that two packages offer is
-    broken, and its reason names both packages.
+    ``entry_points`` replaces the installed ones. No package replaces or breaks a command of Outrider. A name that two other
+    packages offer is broken, and its reason names both packages.
     """
     found = installed_entry_points(GROUP).entry_points if entry_points is None else entry_points
     offers: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}
@@ -163,22 +163,36 @@ def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
         first, _, rest = name.partition(".")
         if first in OWN:
             continue
-        target: Target = next(iter(values))
-        if len(values) > 1:
-            # A distribution's name is read here alone: each access parses its metadata.
-            names = (point.dist.name if point.dist is not None else "an unknown package" for point in values.values())
-            named = " and ".join(f"{name} ({value})" for name, value in zip(names, values, strict=True))
+        own = [value for value, point in values.items() if _is_own(point)] if len(values) > 1 else []
+        target: Target = next(iter(own or values))
+        if len(values) > 1 and not own:
+            named = " and ".join(map(_named_offer, values.values()))
             target = CommandUnavailable(f"{named} both offer a command {name.replace('.', ' ')!r}")
         if rest:
             below.setdefault(first, {})[rest] = target
         else:
             table[first] = target
     for first, inner in below.items():
-        if first in table:
-            table[first] = CommandUnavailable(f"one package offers {first!r} as a command, another as a group of commands")
-        else:
+        command = next(iter(offers[first].values())) if first in offers else None
+        members = [next(iter(values.values())) for name, values in offers.items() if name.startswith(f"{first}.")]
+        if command is None or any(map(_is_own, members)):
             table[first] = inner
+        elif not _is_own(command):
+            both = f"{_named_offer(command)} offers {first!r} as a command, {_named_offer(members[0])} as a group of commands"
+            table[first] = CommandUnavailable(both)
     return table
+
+
+def _is_own(point: importlib.metadata.EntryPoint) -> bool:
+    return point.dist is not None and point.dist.name == "outrider"
+
+
+def _named_offer(point: importlib.metadata.EntryPoint) -> str:
+    """Return package and target for an error message.
+
+    Without a conflict of names, no package's name is read: each access parses its metadata.
+    """
+    return f"{point.dist.name if point.dist is not None else 'an unknown package'} ({point.value})"
 
 
 class LazyGroup(TyperGroup):
@@ -231,6 +245,8 @@ def _load(name: str, target: str) -> Any:
     """Import a command. One that returns a :class:`CommandReport` has the option ``--json``, which the dispatcher handles."""
     module, _, function_name = target.partition(":")
     function = getattr(import_module(module), function_name)
+    if inspect.iscoroutinefunction(function):
+        raise TypeError("it is a coroutine function, which a command can't await; expected a function that isn't async")
     command = _command(function, name=name, cls=CheckedCommand)
     returned = inspect.signature(function).return_annotation
     if returned in ("CommandReport", CommandReport) and all(each.name != "json_output" for each in command.params):

@@ -29,6 +29,7 @@ from outrider.cli.terminal.environment import tuned_directory
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import note, show_progress, sum_of_loads
 from outrider.cli.terminal.torch_probe import require_torch
+from outrider.device.errors import ConfigError
 from outrider.device.stream import uncollected
 from outrider.errors import CheckpointError
 from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, PROPOSERS_GROUP, STORED, SUFFIX_PREFIX
@@ -404,17 +405,20 @@ def find_quantized_copy(source: Path, weight_format: str) -> Path:
     try:
         root = cached_assets_path(library_name="outrider", namespace="quantized")
         target = Path(root) / hashlib.sha256(state.encode()).hexdigest()[:32]
-        if target.exists():
-            note(f"outrider: weights in {shared}: the copy in {target}\n")
+        try:
+            with show_progress() as tell:
+                written = quantize_checkpoint(
+                    source,
+                    target,
+                    format=weight_format,
+                    group=group,
+                    progress=lambda key, done, total: tell("quantising", done, total),
+                )
+        except (OSError, ConfigError):
+            if not target.exists():
+                raise
+            note(f"outrider: weights in {shared}: the copy in {target}\n")  # perhaps written by another process meanwhile
             return target
-        with show_progress() as tell:
-            written = quantize_checkpoint(
-                source,
-                target,
-                format=weight_format,
-                group=group,
-                progress=lambda key, done, total: tell("quantising", done, total),
-            )
     except OSError as error:
         raise CheckpointError(
             f"{source}: its copy in {weight_format} can't be written into the cache: {error}; set HF_HOME to another one"

@@ -245,10 +245,12 @@ class Scheduler:
 
     def register(self, request: Request, filled: int) -> None:
         """Register the request's full pages among its first ``filled`` tokens in the prefix cache."""
-        tokens = request.context if request.needs_prefill else (*request.prompt, *request.output)
-        request.page_key, request.registered = self.pages.register(
-            request.pages, tokens, filled, request.page_key, request.registered, request.extra_identity
-        )
+        if self.pages.shares_prefixes and (request.registered + 1) * self.pages.page_size <= filled:
+            # Not in each iteration: the host takes milliseconds to join a long prompt and its output.
+            tokens = request.context if request.needs_prefill else (*request.prompt, *request.output)
+            request.page_key, request.registered = self.pages.register(
+                request.pages, tokens, filled, request.page_key, request.registered, request.extra_identity
+            )
         self._publish_decoded(request)
 
     def retire(self) -> None:

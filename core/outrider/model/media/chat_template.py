@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,12 @@ class ChatTemplate:
         self.tool_source = source if with_tools is None else with_tools
         """The Jinja template of conversations with tools."""
         self.response_template: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
+        added = tokenizer.added_tokens_decoder.values()
+        templates = f"{self.source}\0{self.tool_source}"
+        control = [
+            token.content for token in added if token.special or (token.content.strip() and token.content in templates)
+        ]
+        self._control_tokens = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
 
     @classmethod
     def from_checkpoint(cls, directory: Path, *, source: str | None = None) -> ChatTemplate | None:
@@ -81,8 +89,11 @@ class ChatTemplate:
         Each message is an object with ``role`` and ``content``. Text in a message that spells a control token is tokenized as
         text. ``add_generation_prompt`` appends the beginning of the assistant's next message; ``continue_final_message``
         leaves the last message open instead. Raises :class:`RequestError` if the template rejects the messages or renders no
-        tokens.
+        tokens, and for a control token in the name of a field.
         """
+        # transformers makes whole control tokens in values to text, in no key and not across the parts of a content.
+        self._check_names(list(messages), tools and list(tools), variables)
+        messages = [self._join_control_tokens(message) for message in messages]
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         tokens = self._apply(
             messages, tools, {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True} | options, variables
@@ -103,6 +114,32 @@ class ChatTemplate:
         """Return the rendered conversation as text. Arguments and errors are those of :meth:`tokens`."""
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         return str(self._apply(messages, tools, {"tokenize": False} | options, variables))
+
+    def _check_names(self, *values: object) -> None:
+        """Raise :class:`RequestError` if the name of a field within ``values`` spells a control token."""
+        unchecked = list(values)
+        while unchecked:
+            value = unchecked.pop()
+            if isinstance(value, Mapping):
+                for name in value:
+                    if found := self._control_tokens.search(str(name)):
+                        raise RequestError(f"the name {shown(name)} has the control token {found[0]!r}; name it otherwise")
+                unchecked += value.values()
+            elif isinstance(value, list | tuple):
+                unchecked += value
+
+    def _join_control_tokens(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``message`` with neighbouring texts of its content as one if they spell a control token together."""
+        if not isinstance(content := message.get("content"), list):
+            return message
+        parts: list[Any] = []
+        for is_text, group in groupby(content, lambda part: isinstance(part, dict) and isinstance(part.get("text"), str)):
+            found, tokens = list(group), self._control_tokens
+            whole = "".join(part["text"] for part in found) if is_text else ""
+            if tokens.findall(whole) != [token for part in found if is_text for token in tokens.findall(part["text"])]:
+                found = [{**found[0], "text": whole}]
+            parts += found
+        return {**message, "content": parts}
 
     def _apply(
         self,

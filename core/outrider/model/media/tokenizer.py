@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class StreamDecoder:
     text that later tokens cannot change.
 
     ``decode`` returns the text of tokens. ``continues``, if given, returns True for a token whose text stays open until a
-    token of another kind follows. A decoder belongs to one stream and one thread.
+    token of another kind follows. ``skipped`` are tokens without text. A decoder belongs to one stream and one thread.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class StreamDecoder:
         decode: Callable[[Sequence[int]], str],
         continues: Callable[[int], bool] | None = None,
         context: Sequence[int] = (),
+        skipped: Collection[int] = (),
     ) -> None:
         self._decode = decode
+        self._skipped = skipped
         self._continues = continues
         self._lead = decode(context) if context else ""  # text of the given context, until a piece was returned
         self._context = list(context)  # then the tokens of the last complete piece
@@ -57,7 +60,7 @@ class StreamDecoder:
 
     def push(self, *tokens: int) -> str:
         """Add tokens and return the text that is now certain, possibly empty. Several tokens at once cost as much as one."""
-        self._pending.extend(tokens)
+        self._pending.extend(token for token in tokens if token not in self._skipped)
         if self._is_open():
             return ""
         text = self._decode(self._context + self._pending)
@@ -73,7 +76,20 @@ class StreamDecoder:
             # still begins at the right character, because both decodings drop the same space.
             self._context, self._pending = self._pending, []
             self._returned = len(self._decode(self._context))
+        elif not complete and not self._lead and len(self._pending) > _MAX_PENDING_TOKENS:
+            self._shorten_window()
         return piece
+
+    def _shorten_window(self) -> None:
+        """Drop the first tokens of a window whose end is incomplete.
+
+        A model may repeat broken characters up to its limit, and each token would decode all of them again. The new window
+        may begin inside a character: its first characters differ, but they were returned.
+        """
+        kept = self._pending[-_NUM_KEPT_TOKENS:]
+        text = self._decode(kept)
+        if text.endswith(_REPLACEMENT):
+            self._context, self._pending, self._returned = [], kept, len(text) - 1
 
     def flush(self) -> str:
         """Return the remaining text, an incomplete character included, and end the stream."""
@@ -106,6 +122,10 @@ class StreamDecoder:
         return False
 
 
+_MAX_PENDING_TOKENS = 32
+"""Number of tokens that the decoder keeps while the last character is incomplete."""
+_NUM_KEPT_TOKENS = 8
+"""Number of tokens that remain of a longer window: more than the 4 bytes of a character."""
 _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE, _ADDED_TOKENS_FILE = "tokenizer_config.json", "added_tokens.json"
 _ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -240,14 +260,10 @@ class Tokenizer:
 
         The text continues that of the ``prompt`` tokens, unless a special token ends the prompt, which begins a new text.
         """
-        hidden = self.special_tokens.difference(spelled)
-
-        def decode_spelled(ids: Sequence[int]) -> str:
-            return self.decode([token for token in ids if token not in hidden], special_tokens=True)
-
+        decode = partial(self.decode, special_tokens=bool(spelled))
         continues = self._continues if self._byte_fallback else None
         context = self._context(prompt, continues) if prompt else ()
-        return StreamDecoder(decode_spelled if spelled else self.decode, continues, context)
+        return StreamDecoder(decode, continues, context, self.special_tokens.difference(spelled))
 
     def _context(self, prompt: Sequence[int], continues: Callable[[int], bool] | None) -> list[int]:
         """Return the last tokens of ``prompt`` that decide how the following text begins: those after its last special token,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
+import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,7 +106,7 @@ def quantize_checkpoint(
                 f"{rounding.columns}; name another with --group"
             )
     _check_disk_space(files, keys, out, rounding)
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    partial = out.parent / f".{out.name}.partial-{secrets.token_hex(8)}"  # processes of two containers may have one number
     try:
         partial.mkdir(parents=True)
         written = _write_tensors(files, keys, partial, rounding, progress)

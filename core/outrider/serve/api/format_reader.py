@@ -188,6 +188,12 @@ _PAIR_TOKEN = r"(?P<key>[^\s{}\[\],:<\"]+):|(?P<word>[^\s{}\[\],:<\"]+)(?=[\s{}\
 """A regular expression for a key, another word, or a single character of a tool call in the form ``pairs``."""
 
 
+_MAX_MATCH_CHARACTERS = 1024
+"""Maximum length of the text that one regular expression matches: names and white space between the parts of a call.
+
+A model may repeat white space up to its limit, and each of its tokens would repeat the match.
+"""
+
 Waiting = Generator[None, None, T]
 """A part of a reader that returns a T. It stops at each ``yield`` until there is more text; after the last text, it stays
 there.
@@ -557,8 +563,12 @@ class FormatReader:
         return len(self._buffer) - partial_match_length(self._buffer, literals), ""
 
     def _match(self, pattern: str | regex.Pattern[str], position: int = 0) -> Any:
-        """Return the match of ``pattern`` at ``position`` of the buffer, which is partial if more text may complete it."""
-        return regex.match(pattern, self._buffer, pos=position, partial=not self._last)
+        """Return the match of ``pattern`` at ``position`` of the buffer, which is partial if more text may complete it; None
+        for a match of more than :data:`_MAX_MATCH_CHARACTERS`.
+        """
+        end = position + _MAX_MATCH_CHARACTERS
+        may_grow = not self._last and len(self._buffer) <= end
+        return regex.match(pattern, self._buffer, pos=position, endpos=end, partial=may_grow)
 
     def _read_match(self, pattern: str | regex.Pattern[str]) -> Waiting[Any]:
         """Take the text that ``pattern`` matches from the buffer, and return the match, or None if there is none."""

@@ -135,7 +135,14 @@ def invalid_fields(errors: Sequence[Any]) -> ApiError:
     # The alternatives of a union have an error each: that of the alternative that fits furthest is the helpful one.
     begin = int(errors[0]["loc"][:1] in (("body",), ("query",)))  # a chat request made from another one has no such prefix
     alternatives = [each for each in errors if each["loc"][: begin + 1] == errors[0]["loc"][: begin + 1]]
-    first = max(alternatives, key=lambda each: (len(each["loc"]), [part for part in each["loc"] if isinstance(part, int)]))
+    first = max(
+        alternatives,
+        key=lambda each: (
+            each["type"] == "too_long",  # all items of the list have the alternative's type
+            len(each["loc"]),
+            [part for part in each["loc"] if isinstance(part, int)],
+        ),
+    )
     kind, location = first["type"], [str(part) for part in first["loc"][begin:]]
     if kind == "json_invalid":
         return bad_request(f"the body isn't JSON: {first.get('ctx', {}).get('error', first['msg'])}", None, "invalid_json")
