@@ -6,14 +6,6 @@ from outrider import Engine, SamplingParams
 from outrider_proof.tiny import plain_config
 
 
-def test_a_cache_smaller_than_the_load_makes_requests_wait(bundle64, prompt_tokens):
-    engine = bundle64.engine(max_requests=4, page_size=4, num_pages=12, max_context=40)
-    prompts = [tokens[:12] for tokens in prompt_tokens[:6]]
-    results = engine.generate(prompts, SamplingParams(max_tokens=12))
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == bundle64.plain(prompt, 20).token_ids[:12]
-
-
 def test_the_bundled_head_really_accepts(bundle32, prompt_tokens):
     """So that a broken draft shows: most of what the head drafts is accepted."""
     engine = bundle32.engine(max_requests=8, draft_tokens=4)

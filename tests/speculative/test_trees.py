@@ -288,19 +288,6 @@ def test_a_wrong_compaction_shows(kernels):
     assert compaction_error(backend, 3) > 1e-3
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("temperature", [0.7, 1.2])
-def test_sampled_trees_give_the_very_tokens_of_plain_sampling(temperature):
-    prompts = [(i, 2, 3) for i in range(6)]
-    params = [SamplingParams(max_tokens=25, temperature=temperature * (i % 3), seed=i) for i in range(6)]
-    proposer = EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=4, depth=3))
-    engine = tiny.engine(proposer, max_requests=4, page_size=3, overlap=True)
-    alone = tiny.engine(None, max_requests=1)
-    for prompt, each, result in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        assert result.token_ids == alone.generate([prompt], each)[0].token_ids
-    assert engine.stats.acceptance_length > 1.5
-
-
 def test_trees_over_a_sliding_window_are_refused():
     target = tiny.decoder(windows=(0, 8, 0))
     proposer = EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=2, depth=2))
