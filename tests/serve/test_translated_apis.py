@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import httpx
@@ -33,6 +34,10 @@ CHATML = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
+
+
+AGENTS = json.loads((Path(__file__).resolve().parents[1] / "data/requests_of_coding_agents.json").read_text())
+"""Bodies of requests as Codex and Claude Code send them."""
 
 
 @pytest.fixture(scope="module")
@@ -208,47 +213,6 @@ def test_a_response_that_max_output_tokens_ends_is_incomplete(scripted, gpt):
     assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-CODEX = {
-    "model": "m",
-    "instructions": "You are a coding agent.",
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "fix it"}]},
-        {
-            "type": "reasoning",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "hm"}],
-            "encrypted_content": None,
-        },
-        {"type": "function_call", "name": "exec_command", "arguments": '{"cmd":"ls"}', "call_id": "c1"},
-        {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
-        {"type": "custom_tool_call", "status": "completed", "call_id": "c2", "name": "apply_patch", "input": "*** Begin"},
-        {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done!"},
-    ],
-    "tools": [
-        {"type": "function", "name": "exec_command", "description": "Run.", "strict": False, "parameters": LOOK},
-        {
-            "type": "custom",
-            "name": "apply_patch",
-            "description": "Patch.",
-            "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin_patch"},
-        },
-        {"type": "web_search", "external_web_access": False},
-        {"type": "namespace", "name": "mcp__docs", "description": "", "tools": [{**FUNCTION, "name": "find"}]},
-    ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "0199",
-    "text": {"verbosity": "low"},
-    "client_metadata": {"x-codex-installation-id": "1"},
-}
-
-
 def events_of(answer):
     pieces = [part.split("\n") for part in answer.text.strip().split("\n\n")]
     found = [(event.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for event, data in pieces]
@@ -260,7 +224,7 @@ def test_the_requests_of_codex(scripted):
     patch = {"name": "apply_patch", "arguments": {"input": "*** Begin Patch\n"}}
     find = {"name": "find", "arguments": {"path": "b"}}
     scripted.engine.texts = [f"<tool_call>{json.dumps(patch)}</tool_call><tool_call>{json.dumps(find)}</tool_call>"]
-    answer = httpx.post(f"{scripted.url}/v1/responses", json=CODEX, headers={"authorization": "Bearer key"})
+    answer = httpx.post(f"{scripted.url}/v1/responses", json=AGENTS["codex"], headers={"authorization": "Bearer key"})
     assert answer.status_code == 200, answer.text
     events = events_of(answer)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -323,62 +287,11 @@ def test_stop_sequences_and_limits_end_a_message(scripted, claude):
     assert beyond.stop_reason == "model_context_window_exceeded"
 
 
-CLAUDE_CODE = {
-    "model": "m",
-    "max_tokens": 1000,
-    "stream": True,
-    "system": [
-        {"type": "text", "text": "You are a CLI.", "cache_control": {"type": "ephemeral"}},
-        {"type": "text", "text": "Be terse.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
-    ],
-    "messages": [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "<system-reminder>"}, {"type": "text", "text": "list"}],
-        },
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "abc"},
-                {"type": "text", "text": "I list."},
-                {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "toolu_1",
-                    "content": [{"type": "text", "text": "a.py"}],
-                    "is_error": False,
-                    "cache_control": {"type": "ephemeral"},
-                }
-            ],
-        },
-        {"role": "system", "content": [{"type": "text", "text": "Agents: explore"}]},
-    ],
-    "tools": [
-        {
-            "name": "Bash",
-            "description": "Run.",
-            "input_schema": {"$schema": "http://json-schema.org/draft-07/schema#", **LOOK},
-        },
-        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
-    ],
-    "tool_choice": {"type": "auto"},
-    "metadata": {"user_id": "user_1"},
-    "thinking": {"type": "adaptive"},
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    "output_config": {"effort": "high"},
-}
-
-
 def test_the_requests_of_claude_code(scripted):
     scripted.engine.texts = ["There is a.py."]
     url = f"{scripted.url}/v1/messages?beta=true"
     headers = {"authorization": "Bearer key", "anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}
-    answer = httpx.post(url, json=CLAUDE_CODE, headers=headers)
+    answer = httpx.post(url, json=AGENTS["claude-code"], headers=headers)
     assert answer.status_code == 200, answer.text
     events = events_of(answer)
     assert [event["type"] for event in events if "block" not in event["type"]] == [
@@ -392,7 +305,7 @@ def test_the_requests_of_claude_code(scripted):
     assert prompt.startswith("<|im_start|>system\nYou are a CLI.\nBe terse.\n\nAgents: explore<|im_end|>")
     assert "<think>hm</think>I list.<tool_call>" in prompt
     assert "<|im_start|>tool\na.py<|im_end|>" in prompt
-    count = {key: CLAUDE_CODE[key] for key in ("model", "messages", "tools", "system", "thinking")}
+    count = {key: AGENTS["claude-code"][key] for key in ("model", "messages", "tools", "system", "thinking")}
     counted = httpx.post(f"{scripted.url}/v1/messages/count_tokens?beta=true", json=count, headers={"x-api-key": "key"})
     assert counted.json()["input_tokens"] == len(scripted.engine.prompts[-1])
 
