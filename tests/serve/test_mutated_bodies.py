@@ -120,60 +120,6 @@ def test_the_unchanged_bodies_are_served(scripted, path, body):
     assert '"error": {' not in answer.text
 
 
-SMALL = [
-    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": []}]}),
-    ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}),
-    ("/v1/messages", MESSAGE | {"tool_choice": {"type": []}}),
-    ("/v1/responses", {"input": [{"type": []}]}),
-    ("/v1/responses", {"input": "x", "tools": [{"type": "custom", "name": "f", "format": "text"}]}),
-    ("/v1/responses", {"input": "x", "metadata": {"a": float("nan")}}),
-]
-
-
-PARAMS = [
-    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
-    (
-        "/v1/chat/completions",
-        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strct": 1}}},
-        "response_format.json_schema.strct",
-    ),
-    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
-    ("/v1/chat/completions", CHAT | {"max_completion_tokens": 10**6}, "max_completion_tokens"),
-    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
-    (
-        "/v1/chat/completions",
-        CHAT | {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
-        "messages[0].content[0].type",
-    ),
-    ("/v1/chat/completions", CHAT | {"logit_bias": {"99999": 1}}, "logit_bias"),
-    ("/v1/chat/completions", CHAT | {"stop_token_ids": [-1]}, "stop_token_ids"),
-    (
-        "/v1/chat/completions",
-        CHAT | TOOLS | {"tool_choice": {"type": "function", "function": {}}},
-        "tool_choice.function.name",
-    ),
-    ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-    ("/v1/responses", {"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
-    ("/v1/responses", {"input": []}, "input"),
-    ("/v1/responses", {"input": "x", "text": {"format": {"type": "x"}}}, "text.format"),
-    ("/v1/messages", MESSAGE | {"stop_sequences": [""]}, "stop_sequences"),
-    ("/v1/messages", MESSAGE | {"stop": ["x"]}, "stop"),
-    ("/v1/chat/completions", CHAT | {"prompt": "x"}, "prompt"),
-    ("/v1/responses", {"input": "x", "max_tokens": 5}, "max_tokens"),
-    ("/v1/responses", {"input": "x", "tool_choice": "sometimes"}, "tool_choice"),
-    ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
-    ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "param"), [*PARAMS, *((*small, None) for small in SMALL)])
-def test_an_error_names_the_field_of_its_api(scripted, path, body, param):
-    error = check(scripted, path, body, statuses=(400,))
-    assert param in (None, error["param"])
-    assert "response_format" not in error["message"] or "chat" in path
-    assert "max_completion_tokens" not in error["message"] or "chat" in path
-
-
 @settings(max_examples=80, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(requests())
 def test_no_changed_body_is_an_internal_error(scripted, request):
