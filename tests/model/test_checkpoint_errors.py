@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from model.wrong_configs import WRONG_CONFIGS
 from outrider.device import CapabilityError
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder
@@ -129,34 +130,7 @@ def test_bias_that_the_config_denies(tmp_path, backend):
         load(tmp_path, backend)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "gpt2"}, r"model_type is 'gpt2' .*supported are llama, mimo, .*mistral, mixtral"),
-        ({"model_type": None}, "model_type is None"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' \\(also called 'swish'\\) is supported"),
-        ({"hidden_size": "many"}, "hidden_size is 'many', expected a whole number from 1 to"),
-        ({"num_key_value_heads": 3}, "num_heads 4 isn't a multiple of num_kv_heads 3"),
-        ({"intermediate_size": 0}, "intermediate_size is 0, expected a whole number from 1 to"),
-        ({"head_dim": 7}, "head_size is 7, expected an even number|even rotary dimension"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope|longrope"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7.0}}},
-            r"rope_parameters is \{'full_attention': .*angles of its own for each kind of layer aren't supported",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": None, "rope_theta": 7.0}},
-            r"rope_parameters\.factor is None, expected a number, by which a rope of kind 'linear' stretches",
-        ),
-        (
-            {"rope_parameters": {"rope_type": None, "factor": 2.0, "rope_theta": 7.0}},
-            "rope_type of the rope is None, expected one of default, dynamic, linear, llama3, longrope, yarn",
-        ),
-        ({"is_causal": False}, "is_causal is False, expected true: a token here sees none that come after it"),
-        ({"eos_token_id": 5000}, "special token 5000 isn't a token id below the vocabulary size"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "message"), WRONG_CONFIGS["decoder, read"], ids=str)
 def test_config(tmp_path, changes, message):
     write_checkpoint(tmp_path, "llama")
     (tmp_path / "generation_config.json").unlink()
