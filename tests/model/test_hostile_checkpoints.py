@@ -102,20 +102,31 @@ def test_values(copy, backend, changes, message):
     assert len(str(caught.value)) < 1500
 
 
-def test_scaling_beyond_any_context(copy):
-    directory = copy("llama")
-    yarn = {"rope_type": "yarn", "factor": 1e6, "original_max_position_embeddings": 2**20, "rope_theta": 1e4}
-    edit(directory / "config.json", rope_parameters=yarn)
-    with pytest.raises(CheckpointError, match="rope scaling by 1000000.0 of 1048576 positions gives more than"):
-        read_model_config(directory)
+LAYERS, WHOLE = "eagle_aux_hidden_state_layer_ids", "{} is .*, expected a whole number"
+BAD_LAYERS = [[0, 1], ["0", "1", "2"], [True] * 3, [10**30] * 3, [0] * 10**5, "012", {}, [[0]] * 3]
+BAD_SIZES, BAD_COUNTS = [0, -1, 97, 10**30, "40", True, 40.0, [40]], [None, 0, -1, 10**30, "1", True, 1.0]
+ODD_VALUES = [
+    (None, "mistral", "sliding_window", [10**30, -1, 1.5, "7", True, [7]], WHOLE),
+    (load_eagle3, "eagle3", "draft_vocab_size", BAD_SIZES, f"{WHOLE} from 1 to"),
+    (load_eagle3, "eagle3", "eagle_config", [{LAYERS: each} for each in BAD_LAYERS], f".*{LAYERS}"),
+    (load_mtp, "eagle", "num_nextn_predict_layers", BAD_COUNTS, "{} is .*, expected the number of heads"),
+]
 
 
-@pytest.mark.parametrize("value", [10**30, -1, 1.5, "7", True, [7]])
-def test_window(copy, value):
-    directory = copy("mistral")
-    edit(directory / "config.json", sliding_window=value)
-    with pytest.raises(CheckpointError, match=r"config\.json: sliding_window is .*expected a whole number"):
-        read_model_config(directory)
+@pytest.mark.parametrize(("load", "name", "key", "values", "message"), ODD_VALUES)
+def test_odd_values(copy, target, backend, load, name, key, values, message):
+    directory = copy(name)
+
+    def read():
+        if load is None:
+            return read_model_config(directory)
+        return load(open_head(directory, target=target, backend=backend, dtype=torch.float32))
+
+    for value in values:
+        edit(directory / "config.json", **{key: value})
+        with pytest.raises(CheckpointError, match=r"config\.json: " + message.format(key)) as caught:
+            read()
+        assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("value", [-1, 10**30, "1", [True], {"a": 1}])
@@ -260,31 +271,6 @@ def test_the_older_format_of_torch(copy, target, backend):
     torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: .*not a zip file"):
         load_eagle(open_head(path.parent, target=target, backend=backend, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("value", [0, -1, 97, 10**30, "40", True, 40.0, [40]])
-def test_draft_vocabulary(copy, target, backend, value):
-    directory = copy("eagle3")
-    edit(directory / "config.json", draft_vocab_size=value)
-    with pytest.raises(CheckpointError, match=r"config\.json: draft_vocab_size is .*, expected a whole number from 1 to"):
-        load_eagle3(open_head(directory, target=target, backend=backend, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("value", [[0, 1], ["0", "1", "2"], [True] * 3, [10**30] * 3, [0] * 10**5, "012", {}, [[0]] * 3])
-def test_layers_that_a_head_reads(copy, target, backend, value):
-    directory = copy("eagle3")
-    edit(directory / "config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": value})
-    with pytest.raises(CheckpointError, match=r"config\.json: .*eagle_aux_hidden_state_layer_ids") as caught:
-        load_eagle3(open_head(directory, target=target, backend=backend, dtype=torch.float32))
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("value", [None, 0, -1, 10**30, "1", True, 1.0])
-def test_number_of_mtp_heads(copy, target, backend, value):
-    directory = copy("eagle")
-    edit(directory / "config.json", num_nextn_predict_layers=value)
-    with pytest.raises(CheckpointError, match=r"config\.json: num_nextn_predict_layers is .*, expected the number of heads"):
-        load_mtp(open_head(directory, target=target, backend=backend, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG_CONFIGS["vision tower"], ids=str)
