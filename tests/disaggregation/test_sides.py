@@ -1,19 +1,14 @@
 """Prefill and decode apart, in one thread: the same tokens as one engine, whatever happens on the way."""
 
-import json
 import random
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from disaggregation.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
 from outrider.bundled import bundled
 from outrider.device import DeviceError
-from outrider.disaggregation import codec
-from outrider.disaggregation.connections import WireError
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.hand_over import RequestState
 from outrider.errors import RequestError
@@ -25,14 +20,6 @@ from speculative.test_proposers import PROPOSERS
 
 CHOSEN = {"none": lambda: None} | PROPOSERS
 NEW = 12
-TEXT = st.text('ab é"x😀', min_size=1, max_size=6)
-GUIDE = st.one_of(
-    st.builds(JsonObject),
-    st.builds(Ebnf, TEXT, root=TEXT),
-    st.builds(ChoiceGuide, st.lists(TEXT, min_size=1, max_size=3)),
-    st.builds(Regex, st.sampled_from(["[a-z]{3}", "é|\\d", "(a|b)*"])),
-    TEXT.map(lambda text: JsonSchema({"type": "object", "properties": {text: {"const": text}}})),
-)
 
 
 def engine(name, **fields):
@@ -291,35 +278,3 @@ def test_requests_do_not_wait_for_a_guide(guided, monkeypatch):
     sides.run()
     assert sides.tokens(slow) == wanted["choice"]
     sides.close()
-
-
-@given(guide=GUIDE, reordered=st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_any_guide_travels(guide, reordered):
-    state = RequestState(prompt=(1,), params=SamplingParams(guide=guide))
-    body, blobs = codec.encode_state(state)
-    read = json.loads(json.dumps(body))
-    assert codec.decode_state(read, blobs) == state
-    if reordered:
-        (name,) = read["params"]["guide"]
-        read["params"]["guide"][name]["unknown"] = 1
-        with pytest.raises(WireError, match="unknown fields"):
-            codec.decode_state(read, blobs)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"Guide": {}},
-        {"Regex": {}},
-        {"Regex": {"pattern": 1}},
-        {"Regex": 3},
-        {"JsonObject": {}, "Regex": {"pattern": "a"}},
-    ],
-)
-def test_a_guide_that_is_none_is_refused(given):
-    body, blobs = codec.encode_state(RequestState(prompt=(1,), params=SamplingParams()))
-    body["params"]["guide"] = given
-    with pytest.raises((WireError, RequestError)):
-        codec.decode_state(body, blobs)

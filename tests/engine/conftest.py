@@ -56,14 +56,14 @@ class Bundle:
 class Tiny(Bundle):
     """The same over a tiny target and its head, in float64: for what doesn't depend on which model it is.
 
-    ``eos``: tokens that end a request; none by default, so that a request has the length that it asks for.
+    No token ends a request, so that it has the length that it asks for.
     """
 
-    def __init__(self, backend=tiny.BACKEND, eos=()):
+    def __init__(self, backend=tiny.BACKEND):
         self.backend, self.dtype = backend, "float64"
         loading = backend.create_stream("load")
         with backend.on(loading):
-            self.target = proposers.decoder(tiny.decoder(eos_token_ids=eos), backend)
+            self.target = proposers.decoder(tiny.decoder(eos_token_ids=()), backend)
             self.head = proposers.head_for(tiny.eagle_head(), self.target)
         loading.synchronize()
         self._plain = {}

@@ -117,9 +117,6 @@ def test_usual_lengths():
     assert [default_draft_lengths(most) for most in (1, 3, 8)] == [(0, 1), (0, 1, 2, 3), (0, 1, 6, 8)]
 
 
-CHAINS = ["eagle", "eagle3", "mtp", "peagle", "draft-model", "ngram", "suffix", "dflash", "suffix+eagle"]
-
-
 # -- in an engine --------------------------------------------------------------------------------------------------------
 
 
@@ -133,16 +130,6 @@ def engine(cpu, name, *, policy=None, **config):
     config = {"max_context": 48, "max_requests": 3, "page_size": 4, "prefill_chunk": 4, "overlap": True} | config
     proposer = (MAKERS | EXTREMES)[name](target, cpu)
     return Engine(target, cpu, proposer=proposer, config=EngineConfig(dtype="float64", **config), draft_length=policy)
-
-
-@pytest.mark.sample(2, per="mode")
-@pytest.mark.parametrize("mode", [{}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "graphs", "fused"])
-@pytest.mark.parametrize("name", CHAINS)
-def test_same_tokens_whatever_the_lengths(cpu, name, mode):
-    made = engine(cpu, name, policy=LengthSchedule((3, 0, 0, 1, 2, 0, 3, 1)), **mode)
-    prompts = [*PROMPTS, PROMPTS[1][::-1]]
-    for prompt, result in zip(prompts, made.generate(prompts, SamplingParams(max_tokens=16)), strict=True):
-        assert result.token_ids == tiny.plain(prompt, 16)
 
 
 def drafts(made, prompt):

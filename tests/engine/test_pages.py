@@ -227,23 +227,6 @@ def test_a_shared_prefix_is_computed_once(bundle64, prompt_tokens):
     assert engine.stats.acceptance_length > 1.5
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("speculate", ["eagle", "none"])
-def test_preempted_requests_end_with_the_same_tokens(bundle64, prompt_tokens, speculate, overlap):
-    engine = bundle64.engine(speculate=speculate, overlap=overlap, max_requests=4, page_size=4, num_pages=17, max_context=48)
-    prompts = [tokens[:9] for tokens in prompt_tokens[:5]]
-    requests = [
-        engine._requests[engine.add_request(p, SamplingParams(max_tokens=20), priority=i % 2)] for i, p in enumerate(prompts)
-    ]
-    while engine.has_unfinished:
-        engine.step()
-    assert sum(request.preemptions for request in requests) > 0
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert tuple(request.output) == bundle64.plain(prompt, 20).token_ids
-    assert (engine.free_pages, engine.free_rows) == (16, 4)
-
-
 def test_the_more_urgent_request_goes_first(bundle64, prompt_tokens):
     engine = bundle64.engine(max_requests=1, max_context=48)
     order = {engine.add_request(prompt_tokens[i][:6], SamplingParams(max_tokens=2), priority=i): i for i in range(3)}

@@ -58,23 +58,6 @@ def verified_tokens(made):
         yield found
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "peagle", "draft-model", "ngram", "suffix+eagle"])
-@pytest.mark.sample(2, per="mode")
-@pytest.mark.parametrize("mode", MODES)
-def test_same_tokens_with_a_length_for_each_request(name, mode):
-    schedule = LengthSchedule((3, 0, 0, 1, 2, 0, 3, 1, 2, 2), (2, 3, 4))
-    made = engine(name, schedule, **MODES[mode])
-    serve(made)
-    assert made.stats.drafted_tokens < 3 * made.stats.request_iterations
-
-
-@settings(max_examples=12, deadline=None)
-@given(schedule=st.lists(st.integers(0, 3), min_size=2, max_size=9), mode=st.sampled_from(["staged", "graphs", "fused"]))
-def test_same_tokens_whatever_the_lengths(schedule, mode):
-    longest = max(schedule)
-    serve(engine("eagle", LengthSchedule(schedule, tuple(range(2, longest + 2))), **MODES[mode]))
-
-
 def test_the_target_computes_the_verified_tokens_alone():
     """Called stages compute no other token. A graph has those of its width, which also hold the padding requests."""
     policy, expected = LengthSchedule((3, 0, 1, 2, 0, 0, 1), (2, 4)), []

@@ -1,51 +1,9 @@
-"""Speculative greedy output equals plain greedy output, on drawn host programs: batch mixes, chunks, pages, aborts."""
-
-from dataclasses import replace
+"""Speculative greedy output of the bundled model equals plain greedy output, and its drafts are accepted."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.engine.conftest import Tiny
 
-from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider_proof.tiny import plain_config
-from speculative.programs import ENGINES, LONGEST, check, programs
-
-
-@pytest.fixture(scope="module")
-def tiny_ends():
-    """Tiny, with a token that ends a request, which comes often."""
-    return Tiny(eos=(5,))
-
-
-DRAWN = given(
-    program=programs(st.tuples(st.integers(0, 5), st.integers(1, 60))),  # few prompts, so that prefixes are shared
-    draft_tokens=st.integers(1, 5),
-    extra_pages=st.one_of(st.none(), st.integers(0, 12)),
-    **ENGINES,
-)
-
-
-def any_program(tiny_ends, tiny_tokens, speculate, program, extra_pages, **config):
-    if extra_pages is not None:  # few enough pages that requests wait and are preempted
-        config["num_pages"] = 1 + -(-(60 + LONGEST) // config["page_size"]) + extra_pages
-    engine = tiny_ends.engine(speculate=speculate, max_context=96, **config)
-    cut = [replace(each, prompt=tiny_tokens[each.prompt[0]][: each.prompt[1]]) for each in program]
-    check(engine, cut, lambda prompt, count: tiny_ends.plain(prompt, count).token_ids)
-
-
-test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy_tokens = some_and_many(
-    any_program, DRAWN, pytest.mark.parametrize("speculate", ["eagle", "none"]), some=5, many=25
-)
-
-
-def test_a_cache_smaller_than_the_load_makes_requests_wait(bundle64, prompt_tokens):
-    engine = bundle64.engine(max_requests=4, page_size=4, num_pages=12, max_context=40)
-    prompts = [tokens[:12] for tokens in prompt_tokens[:6]]
-    results = engine.generate(prompts, SamplingParams(max_tokens=12))
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == bundle64.plain(prompt, LONGEST).token_ids[:12]
 
 
 def test_the_bundled_head_really_accepts(bundle32, prompt_tokens):

@@ -1,4 +1,4 @@
-"""Sampling through the whole engine: lossless, and decided by seed and position alone."""
+"""Sampling with options through the whole engine is lossless. Without options: ``tests/speculative/test_proposers.py``."""
 
 import math
 
@@ -108,12 +108,6 @@ def chi_square_excess(counts, probs):
     return statistic / critical
 
 
-def test_speculative_samples_follow_the_target(tiny):
-    counts, acceptance = draw(tiny)
-    assert acceptance > 1.3, "the head must be accepted sometimes, or nothing is tested"
-    assert chi_square_excess(counts, expected(tiny)) < 1
-
-
 def reshape(tokens, logits):
     """Frequency and repetition penalties by transformers and by hand, then its warpers for top-k, top-p and min-p."""
     scores = RepetitionPenaltyLogitsProcessor(OPTIONS["repetition_penalty"])(
@@ -154,40 +148,3 @@ def test_penalties_without_the_drafted_prefix_fail_the_same_test(tiny):
 
     counts, _ = draw(tiny, Forgetful(), **OPTIONS)
     assert chi_square_excess(counts, expected(tiny, reshape)) > 1
-
-
-def test_a_wrong_accept_rule_fails_the_same_test(tiny):
-    class Generous(KernelSet):
-        """Accepts a draft whenever the target finds it at all likely."""
-
-        def verify_chain(self, target_logits, draft_tokens, draft_probs, temperature, seeds, positions):
-            return super().verify_chain(target_logits, draft_tokens, draft_probs * 0.6, temperature, seeds, positions)
-
-    counts, _ = draw(tiny, Generous())
-    assert chi_square_excess(counts, expected(tiny)) > 1
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("speculate", ["eagle", "none"])
-def test_a_seed_gives_the_same_tokens_in_any_company(bundle64, prompt_tokens, speculate):
-    params = SamplingParams(max_tokens=16, temperature=1.0, seed=42)
-    prompt = prompt_tokens[3][:20]
-    alone = bundle64.engine(speculate=speculate, max_context=96).generate([prompt], params)[0]
-    engine = bundle64.engine(speculate=speculate, max_context=96, max_requests=3, prefill_chunk=7, page_size=5)
-    others = [SamplingParams(max_tokens=9 + i, temperature=0.3 * i, seed=42 + i) for i in range(4)]
-    results = engine.generate(
-        [tokens[:30] for tokens in prompt_tokens[:2]] + [prompt] + [tokens[:12] for tokens in prompt_tokens[4:6]],
-        [*others[:2], params, *others[2:]],
-    )
-    assert results[2].token_ids == alone.token_ids
-    other_seed = SamplingParams(max_tokens=16, temperature=1.0, seed=43)
-    assert engine.generate([prompt], other_seed)[0].token_ids != alone.token_ids
-
-
-def test_greedy_and_sampling_rows_mix(bundle64, prompt_tokens):
-    engine = bundle64.engine(max_context=96)
-    prompts = [tokens[:16] for tokens in prompt_tokens[:4]]
-    params = [SamplingParams(max_tokens=12, temperature=t, seed=1) for t in (0.0, 1.0, 0.0, 0.5)]
-    results = engine.generate(prompts, params)
-    for i in (0, 2):
-        assert results[i].token_ids == bundle64.plain(prompts[i], 20).token_ids[:12]

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from tests.engine.conftest import replayed_prefill
 from tests.engine.test_prefill_graphs import noted_replays
 
-from engine.test_hand_over import finish, until_output
 from model.hybrid_checkpoints import MtpOracle
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, SamplingParams
@@ -329,17 +328,6 @@ def test_what_comes_before_an_image_is_shared(made):
     engine._scheduler.pages.give_back(pages)
 
 
-def test_preemption_keeps_the_images(checkpoint):
-    """Pages are so few that requests give theirs up in the middle of their output."""
-    engine = checkpoint.engine(num_pages=19, page_size=4, max_requests=4, prefix_cache=False)
-    names = ["image", "text", "image", "image"]
-    preempted = []
-    preempt = engine._scheduler._preempt
-    engine._scheduler._preempt = lambda: (preempted.append(1), preempt())
-    checkpoint.check(engine, names)
-    assert preempted
-
-
 def test_samples_of_an_image(made):
     checkpoint = made["qwen2_5_vl"]
     tokens, media = checkpoint.prompts["image"]
@@ -370,23 +358,6 @@ def test_text_is_replayed_from_graphs_of_prompts_and_images_are_not(made, monkey
     assert [result.token_ids for result in results] == [checkpoint.generated(*prompt) for prompt in prompts]
     assert len(found) > 1
     assert name == "cpu" or not report.findings, str(report)  # on the host, the tower reads sizes without asking
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("sizes", [{"mode": "fused"}, {"mode": "staged", "num_pages": 36}], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "qwen3_vl_moe"])
-def test_images_on_the_simulator(made, family, sizes):
-    """Chunks that cut images, drafts, and in one case preemption: the same tokens, and every access is ordered."""
-    checkpoint, backend = made[family], get_backend("sim:seed=5")
-    target, tower = (load(checkpoint.directory, backend=backend, dtype=torch.float32) for load in (load_decoder, load_vision))
-    prompts = [checkpoint.prompts[name] for name in ("image", "text", "video", "images-of-several-sizes")]
-    config = plain_config(max_requests=3, max_context=128, page_size=4, prefill_chunk=20, overlap=True, **sizes)
-    with watch(backend) as report:
-        proposer = NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=2)
-        engine = Engine(target, backend, config=config, vision=tower, proposer=proposer)
-        results = engine.generate([tokens for tokens, _ in prompts], GREEDY, media=[media for _, media in prompts])
-    assert [result.token_ids for result in results] == [checkpoint.generated(*prompt) for prompt in prompts]
-    assert not report.findings, str(report)
 
 
 class RecomputingSync(SpeculativeSync):
@@ -482,21 +453,6 @@ def test_frames_of_a_video_count(made):
         video = checkpoint.processor.video(frames(count, 16, 16), frames_per_second=2.0)
         (result,) = engine.generate([tokens], GREEDY, media=[[video]])
         assert result.token_ids == checkpoint.generated(tokens, [video])
-
-
-@pytest.mark.parametrize("name", [None, "same-model", "eagle-tree"])
-def test_a_request_with_images_is_handed_over(made, name):
-    """It goes on in another engine, where it's also preempted: the images came along."""
-    checkpoint = made["qwen2_5_vl"]
-    make = (lambda: None) if name is None else proposers(checkpoint)[name]
-    first, second = (checkpoint.engine(make(), overlap=True, page_size=size, num_pages=31) for size in (4, 5))
-    tokens, media = checkpoint.prompts["images-of-several-sizes"]
-    others = [second.add_request(range(1, 40), SamplingParams(max_tokens=40, ignore_eos=True), priority=1) for _ in range(2)]
-    request = first.add_request(tokens, GREEDY, media=media)
-    until_output(first, request)
-    done = finish(second, second.take_over(first.hand_over(request)))
-    assert done.token_ids == checkpoint.expected("images-of-several-sizes")
-    assert others
 
 
 def test_an_engine_without_a_tower_takes_no_images_over(made):

@@ -25,12 +25,12 @@ from outrider.model.config.shapes import SHAPES, decoder_shape, shard_config
 from outrider_triton.exact import ExactKernels
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import has_kernel
-from outrider_triton.tiles.configs import BUCKETS, LARGE_M, PREFILL_GATES, STREAMED, AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes, derive_attention_launch, unsplit_programs
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, PREFILL_GATES, STREAMED, MatmulConfig
+from outrider_triton.tiles.derive.attention import AttentionHeads, derive_attention_launch
 from outrider_triton.tiles.derive.estimates import estimate_seconds
-from outrider_triton.tiles.derive.fits import OPERATORS, shared_bytes
+from outrider_triton.tiles.derive.fits import shared_bytes
 from outrider_triton.tiles.derive.products import choose_config, rank_configs
-from outrider_triton.tiles.facts import DeviceFacts, facts_of
+from outrider_triton.tiles.facts import facts_of
 from outrider_triton.tiles.selection import TileSelection
 
 FEW_TOKENS = json.loads((Path(__file__).resolve().parents[1] / "data/products_of_few_tokens_h200.json").read_text())
@@ -67,64 +67,6 @@ def shards(name):
             yield decoder_shape(shard_config(config, ranks), torch.bfloat16)
 
 
-def check(facts, operator, config, n, k, m, half):
-    """That a launch can be made of it, and that it covers the whole product."""
-    assert shared_bytes(facts, operator, config) <= facts.shared_bytes
-    assert config.block_m >= min(m, 8)
-    assert config.block_m >= m or config.descriptor != STREAMED, "a ring reads its weight once"
-    if operator not in ("linear_parts",):
-        assert config.split == 1
-    if config.descriptor == LARGE_M:
-        assert facts.streams_products
-        assert operator == "linear_silu_mul"
-        assert (k % config.block_k, n // 2 % config.block_n, config.rows_per_program % config.block_n) == (0, 0, 0)
-        assert min(config.stages, config.prefetch_columns) > 1
-        return
-    if config.descriptor != STREAMED:
-        assert config.block_m in (16, 32, 64, 128)
-        if operator == "linear_rope":
-            assert 2 * config.rows_per_program <= config.block_n
-        else:
-            assert config.rows_per_program <= config.block_n
-        return
-    assert facts.streams_products
-    fold = operator in ("linear", "linear_add", "linear_add_scaled") or (operator == "linear_parts" and config.split == 1)
-    inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, 32)
-    box = config.block_n
-    assert k % (config.split * config.block_k * (2 if fold else 1)) == 0
-    assert inside % box == 0
-    assert 32 % box == 0
-    assert config.rows_per_program % box == 0
-    assert config.stages > 1
-    assert (
-        config.rows_per_program <= 32
-        or not fold
-        or (operator == "linear" and m <= 16 and 64 <= config.rows_per_program <= 128)
-    )
-
-
-# Every shape on one device of each kind, and a few on all: the rest is the same arithmetic.
-CASES = sorted(
-    {(device, model) for device in ("H100", "RTX 4090", "MI300X") for model in MODELS}
-    | {(device, model) for device in DEVICES for model in ("llama-3.1-8b", "phi-3-mini", "qwen2.5-0.5b", "llama-3.1-70b")}
-)
-
-
-@pytest.mark.sample(8)
-@pytest.mark.parametrize(("device", "model"), CASES)
-def test_every_product_has_a_configuration_that_fits(device, model):
-    facts = DEVICES[device]
-    whole, *rest = shards(model)
-    for shape in (whole, *(rest if device == "H100" else rest[:1])):
-        for (operator, n, k), m in itertools.product(products(shape), (8, 32, 128) if shape is not whole else BUCKETS):
-            half = shape.head_size // 2
-            config = choose_config(facts, operator, m=m, n=n, k=k, half=half)
-            if config is None:  # the library's, and never where few tokens read the whole weight
-                assert m > 64 or (operator == "linear_add_scaled" and (k > 2 * n or m > 32))
-                continue
-            check(facts, operator, config, n, k, m, half)
-
-
 @pytest.mark.parametrize("case", FEW_TOKENS)
 def test_of_the_products_of_few_tokens_that_were_measured_a_fast_one_is_chosen(case):
     operator, *sizes = case.split(", ")
@@ -133,26 +75,6 @@ def test_of_the_products_of_few_tokens_that_were_measured_a_fast_one_is_chosen(c
     measured = [(MatmulConfig(*row[:-1]), row[-1]) for row in FEW_TOKENS[case]]
     alike = [took for config, took in measured if replace(chosen, block_n=config.block_n, stages=config.stages) == config]
     assert max(alike) <= 1.03 * min(took for _, took in measured)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bytes_of", [2, 4])
-def test_attention_fits_and_fills_the_device(device, bytes_of):
-    facts = DEVICES[device]
-    all_heads = (32, 8), (14, 2), (28, 4), (64, 8), (32, 32), (8, 1), (40, 40)
-    for size, (heads, kv_heads), batch, width, cached in itertools.product(
-        (64, 96, 128, 256), all_heads, (1, 8, 32, 128), (1, 4, 8), (512, 32768)
-    ):
-        of = AttentionHeads(group=heads // kv_heads, kv_heads=kv_heads, size=size, bytes=bytes_of)
-        for tuned in (None, AttentionConfig(128, 8, 8, 2)):
-            made = derive_attention_launch(facts, of, batch=batch, max_query=width, max_kv=cached, tuned=tuned)
-            assert attention_bytes(facts, of, made.block_rows, made.block_kv) <= facts.shared_bytes
-            assert made.block_rows >= of.group
-            assert made.block_kv >= 16
-            # What a long context can be shared out to, it is.
-            filled = made.split * unsplit_programs(of, made.block_rows, batch, width) >= facts.processors
-            assert filled or made.split == 32 or cached < 32768
-            assert made.split * made.block_kv <= max(cached, made.block_kv)
 
 
 @pytest.mark.parametrize(
@@ -290,15 +212,3 @@ def test_facts_come_from_what_a_device_says():
         65536,
         False,
     )
-
-
-def test_less_shared_memory_makes_smaller_programs():
-    """The net itself: a device with a quarter of it is given nothing that needs more."""
-    facts = replace(DEVICES["H200"], architecture="sm_89", shared_bytes=48 << 10, processor_shared=64 << 10)
-    found = [
-        choose_config(facts, operator, m=m, n=4096, k=4096, half=64) for operator, m in itertools.product(OPERATORS, (8, 32))
-    ]
-    assert all(config is not None for config in found)
-    for (operator, _), config in zip(itertools.product(OPERATORS, (8, 32)), found, strict=True):
-        assert shared_bytes(facts, operator, config) <= 48 << 10
-    assert isinstance(facts, DeviceFacts)

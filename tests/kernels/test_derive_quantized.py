@@ -72,18 +72,6 @@ def test_of_many_tokens_a_fast_one_is_chosen(case, tokens):
     assert found < MANY[case]["library"]
 
 
-@pytest.mark.parametrize("device", ["A100", "L4", "H100", "H200", "B200", "RTX 5090", "MI300X"])
-@pytest.mark.parametrize("form", WEIGHT_FORMATS)
-def test_every_device_has_a_choice_for_many_tokens_that_fits(device, form):
-    facts, stored = DEVICES[device], stored_as(form, DEVICES[device])
-    for n, k in WEIGHTS.values():
-        ranked = rank_configs(facts, "linear_parts", m=100, n=n, k=k, stored=stored)
-        assert ranked
-        for config in ranked:
-            assert shared_bytes(facts, "linear_parts", config, stored) <= facts.shared_bytes
-        assert choose_config(facts, "linear_parts", m=129, n=n, k=k, stored=stored) is None
-
-
 @pytest.mark.parametrize("form", STORED)
 @pytest.mark.parametrize("device", ["A100", "L4", "H200", "B200", "MI300X"])
 @pytest.mark.parametrize("tokens", [1, 16, 64])
@@ -157,37 +145,6 @@ def test_of_the_rings_that_were_measured_a_fast_one_is_ranked_first(case):
     )
     best = min(RINGS[case], key=lambda row: row[-1])
     assert first[-1] <= 1.08 * best[-1], (first, best)
-
-
-@pytest.mark.parametrize(("n", "k"), [*WEIGHTS.values(), (1000, 1024), (4096, 896), (512, 28672)])
-def test_a_ring_is_cut_so_that_a_launch_takes_it(n, k):
-    for tokens in (8, 16):
-        found = candidate_configs(H200, "linear_parts", m=tokens, n=n, k=k, stored=RING)
-        for config in (config for config in found if config.descriptor == STREAMED):
-            assert k == config.split * config.block_k
-            assert (
-                config.block_k % config.prefetch_columns
-                == config.rows_per_program % config.block_n
-                == 64 % config.block_n
-                == 0
-            )
-            assert 1 <= config.warps // 4 <= config.block_k // config.prefetch_columns
-            assert (config.block_m, config.stages > 1) == (tokens, True)
-            assert config.stages % (config.warps // 4) == 0  # a place belongs to one group of warps
-            assert shared_bytes(H200, "linear_parts", config, RING) <= H200.shared_bytes
-
-
-@pytest.mark.parametrize(("rows", "k", "half"), [(6144, 4096, 64), (3072, 2048, 32), (4608, 3584, 64), (96, 1024, 8)])
-@pytest.mark.parametrize("tokens", [4, 8, 16])
-def test_a_ring_that_turns_is_cut_so_that_a_launch_takes_it(tokens, rows, k, half):
-    found = candidate_configs(H200, "linear_rope", m=tokens, n=rows, k=k, half=half, stored=RING)
-    assert found
-    for config in found:
-        assert (config.descriptor, config.block_n, config.split, config.block_k) == (STREAMED, 8, 1, k)
-        assert config.rows_per_program % 8 == half % 8 == 0
-        assert -(-rows // (2 * config.rows_per_program)) <= 3 * H200.processors
-        assert shared_bytes(H200, "linear_rope", config, RING) <= H200.shared_bytes
-    assert not candidate_configs(H200, "linear_rope", m=tokens, n=rows, k=k, half=12, stored=RING)
 
 
 IN_LAYERS = json.loads((Path(__file__).resolve().parents[1] / "data" / "quantized_layers.json").read_text())

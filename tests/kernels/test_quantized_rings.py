@@ -25,7 +25,6 @@ from outrider_triton.products import streamed
 from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.quantized.plan import plan
 from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.products import choose_config
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
 TURNED = (HEADS + 2 * KV_HEADS) * SIZE
@@ -312,17 +311,6 @@ def test_what_does_not_come_through_rings(other, launched):
     weight = way.random_weight(1024, columns, device=torch.device("cpu"))
     kernels.linear_quantized(torch.zeros(4, columns, dtype=BF16), weight)
     assert [name for name, *_ in launched][:2] == ["quantize_rows", "linear_quantized"]
-
-
-@pytest.mark.parametrize("operator", ["linear_parts", "linear_rope"])
-@pytest.mark.parametrize("m", [1, 16, 32])
-def test_cuts_are_of_whole_boxes(operator, m, weights):
-    """And of few tokens a unit has two pieces, so that a program waits half as often."""
-    stored = plan(DEVICES["H200"], weights["turned"]).stored("fp8")
-    config = choose_config(DEVICES["H200"], operator, m=m, n=TURNED, k=HIDDEN, half=SIZE // 2, stored=stored)
-    assert (config.descriptor, config.block_k, config.split) == (STREAMED, 256, 1)
-    assert config.rows_per_program % config.block_n == 0
-    assert config.stages > 1
 
 
 @pytest.mark.parametrize(("columns", "allowed"), [(128, True), (256, True), (512, False), (384, False), (64, False)])

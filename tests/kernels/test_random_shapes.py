@@ -38,14 +38,17 @@ from outrider.model.quantization.loading import slice_weight
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized.plan import plan
+from outrider_triton.tiles.configs import STREAMED, AttentionConfig
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     attention_bytes,
     derive_attention_launch,
     streamed_attention_bytes,
+    unsplit_programs,
 )
-from outrider_triton.tiles.derive.fits import GATED, OPERATORS, UNQUANTIZED, shared_bytes
+from outrider_triton.tiles.derive.fits import GATED, OPERATORS, UNQUANTIZED, shared_bytes, tile_tokens
 from outrider_triton.tiles.selection import TileSelection
+from outrider_triton.tiles.store.table import load
 
 META = torch.device("meta")
 TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 127, 128, 129, 255, 256, 257, 313, 314, 511, 512, 513, 1024, 4096, 8192, 16384)
@@ -94,6 +97,10 @@ def products_fit(device, form, rows, columns, half):
             if config is not None:
                 assert shared_bytes(facts, operator, config, stored) <= facts.shared_bytes, (operator, m)
                 assert config.block_m >= min(m, 4), (operator, m)
+                if config.descriptor == STREAMED:  # a ring reads its weight once, or for each 64 quantised tokens
+                    most = m if form is None else min(m, 64)
+                    assert config.block_m >= tile_tokens(most, rows, columns, operator, stored), (operator, m)
+                assert config.split == 1 or operator in ("linear_parts", "linear"), (operator, m)
             else:  # the library multiplies, or two kernels do
                 two = operator == "linear_add_scaled" or (form is not None and operator in STREAMED_ALONE)
                 assert m > 64 or two, (operator, m)
@@ -130,20 +137,24 @@ def with_published_experts(test):
     return test
 
 
-def attention_fits(device, group, kv_heads, size, bytes_of, page, batch, max_query, max_kv):
+def attention_fits(device, group, kv_heads, size, bytes_of, page, batch, max_query, max_kv, tuned):
     facts = DEVICES[device]
     heads = AttentionHeads(group=group, kv_heads=kv_heads, size=size, bytes=bytes_of, page=page)
-    made = derive_attention_launch(facts, heads, batch=batch, max_query=max_query, max_kv=max_kv, tuned=None)
+    made = derive_attention_launch(facts, heads, batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
     used = attention_bytes(facts, heads, made.block_rows, made.block_kv)
     if made.streamed:
         used = streamed_attention_bytes(heads, made.block_rows, made.block_kv, made.stages)
-        assert made.stages > 1
+        assert tuned or made.stages > 1
     assert used <= facts.shared_bytes
     assert made.block_rows >= group
+    # A long context is divided among the processors.
+    programs = made.split * unsplit_programs(heads, made.block_rows, batch, max_query)
+    assert programs * (1 + made.streamed) >= facts.processors or made.split == 32 or max_kv < 32768
+    assert made.split * made.block_kv <= max(max_kv, made.block_kv)
 
 
 test_some_products_fit, test_many_products_fit = some_and_many(
-    products_fit,
+    example(device="H100", form="fp8", rows=8, columns=1536, half=32)(products_fit),
     given(
         device=st.sampled_from(tuple(DEVICES)),
         form=formats,
@@ -151,7 +162,7 @@ test_some_products_fit, test_many_products_fit = some_and_many(
         columns=sizes,
         half=st.sampled_from((32, 40, 48, 64, 96, 128)),
     ),
-    some=3,
+    some=20,
     many=200,
 )
 test_some_experts_fit, test_many_experts_fit = some_and_many(
@@ -172,6 +183,7 @@ test_some_attention_fits, test_much_attention_fits = some_and_many(
         batch=st.integers(1, 300),
         max_query=st.integers(1, 300),
         max_kv=st.integers(1, 131072),
+        tuned=st.sampled_from((None, AttentionConfig(128, 8, 8, 2), AttentionConfig(128, 8, 4, 2, True))),
     ),
     some=100,
     many=2000,
@@ -307,8 +319,12 @@ def asked(instead_of_launching, monkeypatch):
 
 
 def warm_up_asks_for_every_kernel(asked, device, model, drafted, narrow, batches):
+    warm_up(asked, device, model, drafted, narrow, batches, None)
+
+
+def warm_up(asked, device, model, drafted, narrow, batches, table):
     """A warm-up has prompts of two lengths, and iterations of one request."""
-    kernels = TritonKernels(DEVICES[device])
+    kernels = TritonKernels(DEVICES[device], table=table)
     kernels.attention.prompts.measure = kernels.attention.prompts._call_own_candidates
     blocks = *model.layer(), model.head(), model.weight(model.hidden, 2 * model.hidden)
     # A draft's cache is in its own dtype.
@@ -348,6 +364,13 @@ FOUND = (
         drafted=0,
         narrow=False,
         batches=(1, 2),
+    ),
+    example(
+        device="H200",
+        model=Model(form="int4", hidden=896, inner=4864, routed=None, kv_heads=2, group=7, size=64),
+        drafted=1,
+        narrow=False,
+        batches=(2, 8),
     ),
     example(
         device="MI300X",
@@ -398,11 +421,15 @@ def test_short_prompts_ask_for_kernels_of_large_batches(asked, monkeypatch):
     warm_up_asks_for_every_kernel(asked, "A100", model, 0, False, (3, 200))
 
 
-@pytest.mark.parametrize("form", [None, "fp8", "fp8-block", "int8", "int4"])
-def test_warm_up_asks_for_every_kernel_of_a_published_shape(form, asked):
+@pytest.mark.parametrize(
+    ("form", "table"),
+    [(None, load("NVIDIA H200")), *((form, None) for form in (None, "fp8", "fp8-block", "int8", "int4"))],
+    ids=["shipped table", "None", "fp8", "fp8-block", "int8", "int4"],
+)
+def test_warm_up_asks_for_every_kernel_of_a_published_shape(form, table, asked):
     """Quantised products change kernels at 17, 33, 65 and 129 tokens, and split attention with the number of requests."""
     model = Model(form=form, hidden=4096, inner=14336, routed=None, kv_heads=8, group=4, size=128)
     batches = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 48, 64, 65, 128, 129)
-    warm_up_asks_for_every_kernel(asked, "H200", model, 0, False, batches)
+    warm_up(asked, "H200", model, 0, False, batches, table)
     for each in (model, replace(model, head_norms=True)):
-        warm_up_asks_for_every_kernel(asked, "H200", each, 3, True, (1, 2, 3, 4, 8, 16, 40))
+        warm_up(asked, "H200", each, 3, True, (1, 2, 3, 4, 8, 16, 40), table)

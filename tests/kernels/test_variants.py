@@ -1,6 +1,5 @@
 """What is compiled beforehand covers what may be chosen later, and running it changes no result."""
 
-import itertools
 import json
 import os
 import random
@@ -28,8 +27,6 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, launch, vocabulary_shares
 from outrider_triton.products import dense
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
-from outrider_triton.tiles.derive.fits import OPERATORS
-from outrider_triton.tiles.derive.products import choose_config
 from outrider_triton.tiles.selection import VariantScope, attention_configs, share_counts
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, ProductEntry, Table, layer_of, load
 
@@ -100,17 +97,6 @@ def known_configs(kernels, operator, n, k, half=0):
     """Configurations that samples of the scope need."""
     counts = kernels.tiles.token_counts()
     return {kernels.tiles.product(operator, "bfloat16", m=m, n=n, k=k, half=half) for m in counts} - {None}
-
-
-def test_every_product_is_known_beforehand():
-    own, weight = TritonKernels(FACTS, table=TABLE), torch.empty(32, 64, dtype=torch.bfloat16)
-    for operator, tuned in (("linear_parts", {TINY, SPLIT}), ("linear", {TINY})):
-        x = torch.empty(128, 64, dtype=torch.bfloat16)
-        made = {own.dense.matmul_config(operator, x[:m], weight) for m in range(1, 129)} - {None}
-        assert made == known_configs(own, operator, 32, 64) > tuned
-    for operator, table in itertools.product(OPERATORS, (None, TABLE)):
-        made = {choose_config(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129, 9000)}
-        assert made - {None} == known_configs(TritonKernels(FACTS, table=table), operator, 4096, 1024, 64)
 
 
 def test_every_product_is_known_beforehand_in_each_layer():

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from model.wrong_configs import WRONG_CONFIGS
 from outrider.device import CapabilityError
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder
@@ -36,17 +37,90 @@ def test_renamed_missing_and_wrong_shape(tmp_path, backend, name):
         load(tmp_path, backend)
 
 
-def test_extra_tensor(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama")
-    rewrite(tmp_path, lambda state: state.update({"model.surprise": torch.zeros(2)}))
-    with pytest.raises(CheckpointError, match=r"not expected: 'model\.surprise' \[2\]"):
-        load(tmp_path, backend)
-
-
 def test_stored_rotary_frequencies_are_ignored(tmp_path, backend):
     write_checkpoint(tmp_path, "llama")
     rewrite(tmp_path, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
     load(tmp_path, backend)
+
+
+def tensors(change):
+    return lambda directory: rewrite(directory, change)
+
+
+def content(change, name="model.safetensors"):
+    """Change the bytes of a file; of a shard by its number."""
+
+    def changed(directory):
+        path = directory / name if isinstance(name, str) else sorted(directory.glob("model-*.safetensors"))[name]
+        path.write_bytes(change(path.read_bytes()))
+
+    return changed
+
+
+def places(change):
+    """Change where the index places tensors."""
+
+    def changed(directory):
+        path = directory / "model.safetensors.index.json"
+        value = json.loads(path.read_text())
+        change(value["weight_map"])
+        path.write_text(json.dumps(value))
+
+    return changed
+
+
+def index_of(text):
+    return content(lambda _: text.encode(), "model.safetensors.index.json")
+
+
+CUT = r"model\.safetensors: can't be read as safetensors"
+OUTSIDE = "expected a tensor file next to the index"
+BROKEN = {
+    "another tensor": (1, tensors(lambda state: state.update(surprise=torch.zeros(2))), r"not expected: 'surprise' \[2\]"),
+    "an integer": (
+        1,
+        tensors(lambda state: state.update({KEY: state[KEY].to(torch.int8)})),
+        rf"tensor '{KEY}' is torch.int8, expected float16",
+    ),
+    **{f"{keep} bytes": (1, content(lambda data, keep=keep: data[:keep]), CUT) for keep in (0, 4, 100, -1)},
+    "header": (1, content(lambda data: data[:8] + b"\xff" * 32 + data[40:]), CUT),
+    "no files": (
+        1,
+        lambda directory: (directory / "model.safetensors").unlink(),
+        r"no tensor files; expected model\.safetensors",
+    ),
+    "no shard": (
+        3,
+        lambda directory: sorted(directory.glob("model-*"))[1].unlink(),
+        r"shard 'model-00002\S*' is missing .it should hold 'model",
+    ),
+    "cut shard": (3, content(lambda data: data[:-7], 1), r"model-00002\S*: can't be read"),
+    "another shard": (
+        3,
+        places(lambda where: where.update({KEY: next(name for name in where.values() if name != where[KEY])})),
+        rf"index\.json: says that '{KEY}' is in 'model-.*doesn't hold it",
+    ),
+    "a ghost": (3, places(lambda where: where.update(ghost=where[KEY])), "says that 'ghost' is in"),
+    "a forgotten tensor": (
+        3,
+        places(lambda where: where.pop(KEY)),
+        f"holds '{KEY}', which model.safetensors.index.json doesn't place there",
+    ),
+    "outside": (3, places(lambda where: where.update({KEY: "../elsewhere.safetensors"})), OUTSIDE),
+    "no tensor file": (3, places(lambda where: where.update({KEY: "config.json"})), OUTSIDE),
+    **{
+        text: (3, index_of(text), r"index\.json: ")
+        for text in ("{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[1]", "{")
+    },
+}
+
+
+@pytest.mark.parametrize(("shards", "change", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_files(tmp_path, backend, shards, change, message):
+    write_checkpoint(tmp_path, "llama", shards=shards)
+    change(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, backend)
 
 
 def test_bias_that_the_config_denies(tmp_path, backend):
@@ -56,129 +130,7 @@ def test_bias_that_the_config_denies(tmp_path, backend):
         load(tmp_path, backend)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_truncated(tmp_path, backend, keep):
-    write_checkpoint(tmp_path, "llama")
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: can't be read as safetensors"):
-        load(tmp_path, backend)
-
-
-def test_corrupt_header(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama")
-    path = tmp_path / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[8:40] = b"\xff" * 32
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: can't be read as safetensors"):
-        load(tmp_path, backend)
-
-
-def test_shard_missing(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama", shards=3)
-    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    with pytest.raises(CheckpointError, match=f"shard '{shard.name}' is missing .it should hold 'model"):
-        load(tmp_path, backend)
-
-
-def test_shard_truncated(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama", shards=3)
-    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match=f"{shard.name}: can't be read"):
-        load(tmp_path, backend)
-
-
-def edit_map(directory, change):
-    path = directory / "model.safetensors.index.json"
-    value = json.loads(path.read_text())
-    change(value["weight_map"])
-    path.write_text(json.dumps(value))
-    return value["weight_map"]
-
-
-def test_index_places_a_tensor_wrongly(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama", shards=3)
-    names = sorted(path.name for path in tmp_path.glob("model-*.safetensors"))
-    edit_map(tmp_path, lambda where: where.update({KEY: next(name for name in names if name != where[KEY])}))
-    with pytest.raises(CheckpointError, match=rf"index\.json: says that '{KEY}' is in 'model-.*doesn't hold it"):
-        load(tmp_path, backend)
-
-
-def test_index_promises_a_tensor_that_is_nowhere(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama", shards=3)
-    edit_map(tmp_path, lambda where: where.update({"model.ghost": where[KEY]}))
-    with pytest.raises(CheckpointError, match=r"says that 'model\.ghost' is in"):
-        load(tmp_path, backend)
-
-
-def test_index_forgets_a_tensor(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama", shards=3)
-    edit_map(tmp_path, lambda where: where.pop(KEY))
-    with pytest.raises(CheckpointError, match=f"holds '{KEY}', which model.safetensors.index.json doesn't place there"):
-        load(tmp_path, backend)
-
-
-@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "config.json"])
-def test_index_points_outside(tmp_path, backend, name):
-    write_checkpoint(tmp_path, "llama", shards=3)
-    edit_map(tmp_path, lambda where: where.update({KEY: name}))
-    with pytest.raises(CheckpointError, match="expected a tensor file next to the index"):
-        load(tmp_path, backend)
-
-
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[1]", "{"])
-def test_index_is_no_index(tmp_path, backend, content):
-    write_checkpoint(tmp_path, "llama", shards=3)
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"index\.json: "):
-        load(tmp_path, backend)
-
-
-def test_no_tensors_at_all(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama")
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no tensor files; expected model\.safetensors"):
-        load(tmp_path, backend)
-
-
-def test_quantised_tensor(tmp_path, backend):
-    write_checkpoint(tmp_path, "llama")
-    rewrite(tmp_path, lambda state: state.update({KEY: state[KEY].to(torch.int8)}))
-    with pytest.raises(CheckpointError, match=rf"tensor '{KEY}' is torch.int8, expected float16"):
-        load(tmp_path, backend)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "gpt2"}, r"model_type is 'gpt2' .*supported are llama, mimo, .*mistral, mixtral"),
-        ({"model_type": None}, "model_type is None"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' \\(also called 'swish'\\) is supported"),
-        ({"hidden_size": "many"}, "hidden_size is 'many', expected a whole number from 1 to"),
-        ({"num_key_value_heads": 3}, "num_heads 4 isn't a multiple of num_kv_heads 3"),
-        ({"intermediate_size": 0}, "intermediate_size is 0, expected a whole number from 1 to"),
-        ({"head_dim": 7}, "head_size is 7, expected an even number|even rotary dimension"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope|longrope"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7.0}}},
-            r"rope_parameters is \{'full_attention': .*angles of its own for each kind of layer aren't supported",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": None, "rope_theta": 7.0}},
-            r"rope_parameters\.factor is None, expected a number, by which a rope of kind 'linear' stretches",
-        ),
-        (
-            {"rope_parameters": {"rope_type": None, "factor": 2.0, "rope_theta": 7.0}},
-            "rope_type of the rope is None, expected one of default, dynamic, linear, llama3, longrope, yarn",
-        ),
-        ({"is_causal": False}, "is_causal is False, expected true: a token here sees none that come after it"),
-        ({"eos_token_id": 5000}, "special token 5000 isn't a token id below the vocabulary size"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "message"), WRONG_CONFIGS["decoder, read"], ids=str)
 def test_config(tmp_path, changes, message):
     write_checkpoint(tmp_path, "llama")
     (tmp_path / "generation_config.json").unlink()

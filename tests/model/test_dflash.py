@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_dflash, open_head
@@ -197,17 +198,7 @@ def test_wrong_tensors_are_named(root, backend, change, message):
         load(root, backend)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"block_size": 1}, "block_size is 1"),
-        ({"sample_from_anchor": True}, "sample_from_anchor is true"),
-        ({"dflash_config": {"mask_token_id": 96}}, "mask_token_id is 96"),
-        ({"dflash_config": {"mask_token_id": None}}, "mask_token_id is None"),
-        ({"dflash_config": {"target_layer_ids": [0, 2]}}, r"target_layer_ids is \[0, 2\]"),
-        ({"dflash_config": {"target_layer_ids": []}}, r"target_layer_ids is \[\]"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), WRONG_CONFIGS["dflash"])
 def test_wrong_configs_are_refused(root, backend, fields, message):
     edit(root, **fields)
     with pytest.raises(CheckpointError, match=message):

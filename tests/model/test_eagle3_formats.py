@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from model.harness import Driver
 from model.test_eagle3 import TOKENS, norm, reference_head
+from model.wrong_configs import WRONG_CONFIGS
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle3, open_head
 from tiny_checkpoints import write_checkpoint, write_eagle3
@@ -107,29 +108,7 @@ def test_the_envelope_of_speculators(tmp_path, backend):
     check(tmp_path, backend, state, (1, 4, 7), before_fc=True, before_residual=True, output=True)
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        ({"target_layer_ids": [1, 3, 6], "aux_hidden_state_layer_ids": [1, 3, 6]}, {}, "named in more than one way"),
-        (
-            {"target_layer_ids": [1, 3, 8]},
-            {},
-            r"inputs of layers \[2, 4, 9\] of a target of 8 .*name them in target_layer_ids",
-        ),
-        ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, "eagle_aux_hidden_state_layer_ids is 'all', expected three layers"),
-        ({"norm_output": 1}, {}, "norm_output is 1, expected true or false"),
-        ({"norm_output": True, "eagle_config": {"norm_output": False}}, {}, "norm_output is True, and False in eagle_config"),
-        ({"eagle_config": [1]}, {}, r"eagle_config is \[1\], expected an object"),
-        ({"fc_norm": True}, {}, r"missing: 'fc_norm.0.weight' \[32\], 'fc_norm.1.weight' \[32\]"),
-        ({"norm_before_fc": False}, {"norms": ["input_norm.weight"]}, "not expected: 'input_norm.weight'"),
-        ({}, {"envelope": True}, "norm_before_residual is missing"),
-        ({"speculators_model_type": "eagle3", "transformer_layer_config": 4, "norm_before_residual": False}, {}, "is 4, exp"),
-        ({"speculators_model_type": "peagle"}, {}, "speculators_model_type is 'peagle', expected 'eagle3'"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "not expected: 'fc.weight'"),
-        ({"num_hidden_layers": 2}, {}, r"missing: .*'layers\.1\.self_attn\.q_proj\.weight' \[32, 32\]"),
-        ({"target_hidden_size": 64}, {}, "target_hidden_size is 64, the target's is 32"),
-    ],
-)
+@pytest.mark.parametrize(("config", "options", "message"), WRONG_CONFIGS["eagle3"])
 def test_what_is_refused(tmp_path, backend, config, options, message):
     write(tmp_path, config, **options)
     with pytest.raises(CheckpointError, match=message) as caught:

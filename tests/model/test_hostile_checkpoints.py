@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from model.wrong_configs import WRONG_CONFIGS
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model import (
@@ -84,23 +85,9 @@ def test_sizes(copy, key):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 10**30}, "head_dim is 1000.*expected a whole number"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a number from 0 to 1"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
-        ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\], expected a string"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
-        ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
+        *WRONG_CONFIGS["decoder"],
         ({"eos_token_id": [1] * 10_000}, "eos_token_id is .*a list of at most 4096"),
-        ({"eos_token_id": [[1]]}, r"eos_token_id is \[\[1\]\]"),
-        ({"rope_parameters": []}, r"rope_parameters is \[\], expected a JSON object"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 1e300}}, "rope_parameters.factor is 1e"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": -1}}, "rope_parameters.rope_theta is -1"),
-        ({"rope_parameters": {"rope_type": {}, "rope_theta": 1e4}}, "rope_parameters.rope_type is {}, expected one of"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [10**9] * 3}}, "rope_parameters.mrope_section is"),
-        ({"model_type": {"a": 1}}, "model_type is {'a': 1}"),
         ({"model_type": "x" * 10**6}, "model_type is 'xxxx"),
-        ({"num_hidden_layers": 4096}, "missing: .* and 36832 more"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -115,20 +102,31 @@ def test_values(copy, backend, changes, message):
     assert len(str(caught.value)) < 1500
 
 
-def test_scaling_beyond_any_context(copy):
-    directory = copy("llama")
-    yarn = {"rope_type": "yarn", "factor": 1e6, "original_max_position_embeddings": 2**20, "rope_theta": 1e4}
-    edit(directory / "config.json", rope_parameters=yarn)
-    with pytest.raises(CheckpointError, match="rope scaling by 1000000.0 of 1048576 positions gives more than"):
-        read_model_config(directory)
+LAYERS, WHOLE = "eagle_aux_hidden_state_layer_ids", "{} is .*, expected a whole number"
+BAD_LAYERS = [[0, 1], ["0", "1", "2"], [True] * 3, [10**30] * 3, [0] * 10**5, "012", {}, [[0]] * 3]
+BAD_SIZES, BAD_COUNTS = [0, -1, 97, 10**30, "40", True, 40.0, [40]], [None, 0, -1, 10**30, "1", True, 1.0]
+ODD_VALUES = [
+    (None, "mistral", "sliding_window", [10**30, -1, 1.5, "7", True, [7]], WHOLE),
+    (load_eagle3, "eagle3", "draft_vocab_size", BAD_SIZES, f"{WHOLE} from 1 to"),
+    (load_eagle3, "eagle3", "eagle_config", [{LAYERS: each} for each in BAD_LAYERS], f".*{LAYERS}"),
+    (load_mtp, "eagle", "num_nextn_predict_layers", BAD_COUNTS, "{} is .*, expected the number of heads"),
+]
 
 
-@pytest.mark.parametrize("value", [10**30, -1, 1.5, "7", True, [7]])
-def test_window(copy, value):
-    directory = copy("mistral")
-    edit(directory / "config.json", sliding_window=value)
-    with pytest.raises(CheckpointError, match=r"config\.json: sliding_window is .*expected a whole number"):
-        read_model_config(directory)
+@pytest.mark.parametrize(("load", "name", "key", "values", "message"), ODD_VALUES)
+def test_odd_values(copy, target, backend, load, name, key, values, message):
+    directory = copy(name)
+
+    def read():
+        if load is None:
+            return read_model_config(directory)
+        return load(open_head(directory, target=target, backend=backend, dtype=torch.float32))
+
+    for value in values:
+        edit(directory / "config.json", **{key: value})
+        with pytest.raises(CheckpointError, match=r"config\.json: " + message.format(key)) as caught:
+            read()
+        assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("value", [-1, 10**30, "1", [True], {"a": 1}])
@@ -275,47 +273,7 @@ def test_the_older_format_of_torch(copy, target, backend):
         load_eagle(open_head(path.parent, target=target, backend=backend, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("value", [0, -1, 97, 10**30, "40", True, 40.0, [40]])
-def test_draft_vocabulary(copy, target, backend, value):
-    directory = copy("eagle3")
-    edit(directory / "config.json", draft_vocab_size=value)
-    with pytest.raises(CheckpointError, match=r"config\.json: draft_vocab_size is .*, expected a whole number from 1 to"):
-        load_eagle3(open_head(directory, target=target, backend=backend, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("value", [[0, 1], ["0", "1", "2"], [True] * 3, [10**30] * 3, [0] * 10**5, "012", {}, [[0]] * 3])
-def test_layers_that_a_head_reads(copy, target, backend, value):
-    directory = copy("eagle3")
-    edit(directory / "config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": value})
-    with pytest.raises(CheckpointError, match=r"config\.json: .*eagle_aux_hidden_state_layer_ids") as caught:
-        load_eagle3(open_head(directory, target=target, backend=backend, dtype=torch.float32))
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("value", [None, 0, -1, 10**30, "1", True, 1.0])
-def test_number_of_mtp_heads(copy, target, backend, value):
-    directory = copy("eagle")
-    edit(directory / "config.json", num_nextn_predict_layers=value)
-    with pytest.raises(CheckpointError, match=r"config\.json: num_nextn_predict_layers is .*, expected the number of heads"):
-        load_mtp(open_head(directory, target=target, backend=backend, dtype=torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"depth": 10**9}, r"vision_config\.depth is 1000000000, expected a whole number"),
-        ({"depth": 4000}, r"vision_config\.depth is 4000, but there are \d+ tensors"),
-        ({"patch_size": 0}, r"vision_config\.patch_size is 0, expected a whole number"),
-        ({"patch_size": [4, 4]}, r"vision_config\.patch_size is \[4, 4\]"),
-        ({"spatial_merge_size": -2}, r"vision_config\.spatial_merge_size is -2"),
-        ({"hidden_size": 1 << 20}, "tensor .* has shape"),
-        ({"num_heads": 5}, "can't be read as the config of a vision tower|has shape"),
-        ({"window_size": 1}, "can't be read as the config of a vision tower"),
-        ({"tokens_per_second": float("nan")}, r"vision_config\.tokens_per_second is nan"),
-        ({"fullatt_block_indexes": {"a": 1}}, r"vision_config\.fullatt_block_indexes is"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "message"), WRONG_CONFIGS["vision tower"], ids=str)
 def test_vision(copy, backend, changes, message):
     directory = copy("vision")
     config = json.loads((directory / "config.json").read_text())
@@ -325,23 +283,7 @@ def test_vision(copy, backend, changes, message):
     assert str(directory) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"patch_size": 0}, "patch_size is 0, expected a whole number from 1"),
-        ({"patch_size": 8}, "patch_size is 8, expected 4 as patch_size in config.json"),
-        ({"merge_size": 10**9}, "merge_size is 1000000000"),
-        ({"min_pixels": 10**12}, "min_pixels is 1000000000000"),
-        ({"size": {"shortest_edge": 10**12, "longest_edge": 10**13}}, r"size\.shortest_edge is 1000000000000"),
-        ({"size": {"shortest_edge": 100, "longest_edge": 50}}, "expected shortest_edge and longest_edge"),
-        ({"size": {"height": 10**6, "width": 10**6}}, "size is|shortest_edge"),
-        ({"image_mean": [float("nan")] * 3}, r"image_mean is \[nan, nan, nan\], expected a list of at most 3"),
-        ({"image_std": [0, 0, 0]}, r"image_std is \[0, 0, 0\]"),
-        ({"resample": 99}, "resample is 99"),
-        ({"do_resize": "yes"}, "do_resize is 'yes', expected true or false"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "message"), WRONG_CONFIGS["image processor"], ids=str)
 def test_image_processors(copy, changes, message):
     directory = copy("vision")
     edit(directory / "preprocessor_config.json", **changes)
@@ -349,21 +291,7 @@ def test_image_processors(copy, changes, message):
         MediaProcessor.from_checkpoint(directory)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, expected at most 30"),
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
-        ({"num_labels": 10**9}, "num_labels is 1000000000"),
-        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
-        ({"quantization_config": {"quant_method": "awq"}}, "says how weights are quantised .'awq'.,"),
-        ({"transformers_weights": "../other.bin"}, "transformers_weights is '../other.bin'"),
-        ({"_attn_implementation": "somebody/kernels"}, "_attn_implementation is 'somebody/kernels'"),
-        ({"vocab_size": 10**9}, "a model of this config has .* values, but the files hold"),
-        ({"hidden_size": "many"}, "transformers can't load it"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "message"), WRONG_CONFIGS["through transformers"], ids=str)
 def test_through_transformers(copy, backend, changes, message):
     directory = copy("mistral")
     edit(directory / "config.json", **changes)

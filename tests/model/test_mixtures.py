@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from model.test_decoder import PROMPT, TOLERANCE, agree
+from model.wrong_configs import WRONG_CONFIGS
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
@@ -169,20 +170,7 @@ def test_a_broken_checkpoint_names_the_tensor(tmp_path, backend, mixtral, change
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        (
-            {"num_local_experts": 4000},
-            "4000 experts in each of 2 layers without stacks",
-        ),
-        ({"num_experts_per_tok": 5}, "a token goes to 5 experts, expected at most the 4"),
-        ({"n_group": 4}, "n_group is 4, expected 1"),
-        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', expected one of softmax"),
-        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5, expected 1"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quanti"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ("config", "told"), WRONG_CONFIGS["mixtral"], ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
 )
 def test_a_config_that_cannot_be(tmp_path, backend, mixtral, config, told):
     edited(mixtral[0], tmp_path, **config)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle3, load_peagle, open_head
@@ -263,21 +264,7 @@ def test_wrong_tensors_are_named(root, backend, change, message):
         load(root, backend)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"mask_token_id": None}, "mask_token_id is missing"),
-        ({"mask_token_id": 96}, "mask_token_id is 96, expected a token from 0 to 95"),
-        ({"mask_token_id": "95"}, "mask_token_id is '95'"),
-        ({"ptd_token_id": 3}, "named in more than one way, and differently .mask_token_id 95, ptd_token_id 3"),
-        ({"parallel_drafting": False}, "parallel_drafting is False, expected true"),
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3', expected 'peagle'"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
-        ({"num_hidden_layers": 3}, r"missing: 'layers\.2\."),
-        ({"draft_vocab_size": 97}, "draft_vocab_size is 97"),
-        ({"target_hidden_size": 64}, "target_hidden_size is 64"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), WRONG_CONFIGS["peagle"])
 def test_wrong_configs_are_refused(root, backend, config, message):
     edit(root, config)
     with pytest.raises(CheckpointError, match=message) as caught:

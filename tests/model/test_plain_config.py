@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from model.test_published_configs import COMMON, LLAMA_2, LLAMA_31, MISTRAL, QWEN_25_YARN, VICUNA_16K
+from model.test_published_configs import PUBLISHED
 from outrider.device.errors import OutriderError
 from outrider.model.config import checkpoint_config
 from outrider.model.config.checkpoint_config import read_model_config
@@ -12,13 +12,24 @@ from outrider.model.config.config_fields import config_fields, parse_config
 from outrider.model.config.shapes import SHAPES, shape_config
 from outrider_bench.random_checkpoint import checkpoint_config as written
 
-LLAMA = LLAMA_2 | {"rope_theta": 10000.0}
-QWEN_25 = QWEN_25_YARN | {"rope_scaling": None}
+LLAMA = PUBLISHED["llama-2-7b"] | {"rope_theta": 10000.0}
+LLAMA_31_ROPE = PUBLISHED["llama-3.1-8b"]["rope_scaling"]
+QWEN_25 = PUBLISHED["qwen2.5-7b-yarn"] | {"rope_scaling": None}
 QWEN_3 = QWEN_25 | {"model_type": "qwen3", "head_dim": 128, "attention_bias": False}
-PLAIN = {"llama": LLAMA, "llama 3.1": LLAMA_31, "mistral": MISTRAL, "qwen 2.5": QWEN_25, "qwen 3": QWEN_3}
+PLAIN = {
+    "llama": LLAMA,
+    "llama 3.1": PUBLISHED["llama-3.1-8b"],
+    "mistral": PUBLISHED["mistral-7b"],
+    "qwen 2.5": QWEN_25,
+    "qwen 3": QWEN_3,
+}
 
 CHANGES = [
-    *({name: value} for name in COMMON for value in (None, "gelu" if name == "hidden_act" else 7)),
+    *(
+        {name: value}
+        for name in ("hidden_act", "bos_token_id", "eos_token_id")
+        for value in (None, "gelu" if name == "hidden_act" else 7)
+    ),
     *({name: value} for name in ("attention_bias", "mlp_bias", "tie_word_embeddings") for value in (True, False, None)),
     *({"head_dim": value} for value in (None, 64, 128)),
     *({"num_key_value_heads": value} for value in (None, 2, 3)),
@@ -33,7 +44,7 @@ CHANGES = [
     {"eos_token_id": [3, 4]},
     {"partial_rotary_factor": 0.5},
     {"original_max_position_embeddings": 1024},
-    {"rope_scaling": LLAMA_31["rope_scaling"], "original_max_position_embeddings": 1024},
+    {"rope_scaling": LLAMA_31_ROPE, "original_max_position_embeddings": 1024},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
     {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": None},
     {"rope_parameters": {}, "rope_scaling": {}},
@@ -43,12 +54,12 @@ CHANGES = [
     {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
     {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-    *({"rope_scaling": LLAMA_31["rope_scaling"] | {name: value}} for name, value in (("factor", 0.5), ("factor", 8))),
-    {"rope_scaling": LLAMA_31["rope_scaling"] | {"original_max_position_embeddings": 1 << 20}},
-    {"rope_scaling": LLAMA_31["rope_scaling"] | {"original_max_position_embeddings": None}},
-    {"rope_scaling": LLAMA_31["rope_scaling"] | {"low_freq_factor": 4.0}},
-    {"rope_scaling": LLAMA_31["rope_scaling"] | {"rope_theta": 7e5}},
-    {"rope_scaling": LLAMA_31["rope_scaling"] | {"partial_rotary_factor": 1.0}},
+    *({"rope_scaling": LLAMA_31_ROPE | {name: value}} for name, value in (("factor", 0.5), ("factor", 8))),
+    {"rope_scaling": LLAMA_31_ROPE | {"original_max_position_embeddings": 1 << 20}},
+    {"rope_scaling": LLAMA_31_ROPE | {"original_max_position_embeddings": None}},
+    {"rope_scaling": LLAMA_31_ROPE | {"low_freq_factor": 4.0}},
+    {"rope_scaling": LLAMA_31_ROPE | {"rope_theta": 7e5}},
+    {"rope_scaling": LLAMA_31_ROPE | {"partial_rotary_factor": 1.0}},
 ]
 
 
@@ -76,7 +87,11 @@ def test_as_transformers_reads_it(name, tmp_path, monkeypatch):
     assert 20 <= plainly < len(variants)
 
 
-@pytest.mark.parametrize("published", [VICUNA_16K, QWEN_25_YARN, LLAMA_2], ids=["linear", "yarn", "no theta"])
+@pytest.mark.parametrize(
+    "published",
+    [PUBLISHED["vicuna-7b-16k"], PUBLISHED["qwen2.5-7b-yarn"], PUBLISHED["llama-2-7b"]],
+    ids=["linear", "yarn", "no theta"],
+)
 def test_what_is_left_to_transformers(published):
     assert parse_config(published["model_type"], config_fields(published["model_type"], published)) is None
 

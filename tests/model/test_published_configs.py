@@ -1,6 +1,7 @@
 """config.json as published checkpoints spell it, older spellings included."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,113 +10,8 @@ from outrider.model import RopeConfig
 from outrider.model.config.checkpoint_config import read_model_config
 from tiny_checkpoints import tiny_config
 
-COMMON = {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
-
-LLAMA_2 = COMMON | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "vocab_size": 32000,
-}
-VICUNA_16K = LLAMA_2 | {"rope_scaling": {"factor": 4.0, "type": "linear"}}
-LLAMA_31 = LLAMA_2 | {
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 8,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "vocab_size": 128256,
-}
-MISTRAL = COMMON | {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-}
-QWEN_25_YARN = COMMON | {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-QWEN_2_VL = COMMON | {
-    "architectures": ["Qwen2VLForConditionalGeneration"],
-    "model_type": "qwen2_vl",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-    "vision_token_id": 151654,
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vision_config": {
-        "depth": 32,
-        "embed_dim": 1280,
-        "mlp_ratio": 4,
-        "num_heads": 16,
-        "in_chans": 3,
-        "hidden_size": 1536,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "temporal_patch_size": 2,
-    },
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "vocab_size": 151936,
-}
+PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "data/published_configs.json").read_text())
+"""config.json of each model."""
 
 
 def read(tmp_path, published):
@@ -124,19 +20,19 @@ def read(tmp_path, published):
 
 
 def test_llama_2(tmp_path):
-    config = read(tmp_path, LLAMA_2)
+    config = read(tmp_path, PUBLISHED["llama-2-7b"])
     assert (config.num_layers, config.num_kv_heads, config.head_size, config.max_context) == (32, 32, 128, 4096)
     assert config.rope == RopeConfig(original_context=4096)
     assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
 
 
 def test_linear_by_its_old_name(tmp_path):
-    config = read(tmp_path, VICUNA_16K)
+    config = read(tmp_path, PUBLISHED["vicuna-7b-16k"])
     assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("linear", 4.0, 10000.0)
 
 
 def test_llama_31(tmp_path):
-    config = read(tmp_path, LLAMA_31)
+    config = read(tmp_path, PUBLISHED["llama-3.1-8b"])
     assert config.rope == RopeConfig(kind="llama3", theta=500000.0, factor=8.0, original_context=8192)
     assert config.max_context == 131072
     assert config.eos_token_ids == (128001, 128008, 128009)
@@ -144,7 +40,7 @@ def test_llama_31(tmp_path):
 
 @pytest.mark.parametrize(("window", "expected"), [(4096, 4096), (None, 0)])
 def test_mistral(tmp_path, window, expected):
-    config = read(tmp_path, MISTRAL | {"sliding_window": window})
+    config = read(tmp_path, PUBLISHED["mistral-7b"] | {"sliding_window": window})
     assert set(config.windows) == {expected}
     assert not config.attention_bias
 
@@ -162,7 +58,7 @@ def test_a_sliding_layer_needs_a_window(tmp_path, family, said):
 
 
 def test_qwen_25_yarn(tmp_path):
-    config = read(tmp_path, QWEN_25_YARN)
+    config = read(tmp_path, PUBLISHED["qwen2.5-7b-yarn"])
     assert (config.rope.kind, config.rope.factor, config.rope.original_context) == ("yarn", 4.0, 32768)
     assert config.max_context == 131072
     assert set(config.windows) == {0}
@@ -171,7 +67,7 @@ def test_qwen_25_yarn(tmp_path):
 
 
 def test_qwen_2_vl_flat(tmp_path):
-    config = read(tmp_path, QWEN_2_VL)
+    config = read(tmp_path, PUBLISHED["qwen2-vl-2b"])
     assert config.rope.sections == (16, 24, 24)
     assert (config.rope.kind, config.rope.theta) == ("default", 1000000.0)
     assert config.tie_embeddings
@@ -179,74 +75,8 @@ def test_qwen_2_vl_flat(tmp_path):
     assert config.vision.tokens_per_second == 0
 
 
-QWEN_3_VL = {
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "image_token_id": 151655,
-    "model_type": "qwen3_vl",
-    "text_config": {
-        "attention_bias": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 262144,
-        "model_type": "qwen3_vl_text",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-        "rope_theta": 5000000,
-        "tie_word_embeddings": True,
-        "vocab_size": 151936,
-    },
-    "tie_word_embeddings": True,
-    "video_token_id": 151656,
-    "vision_config": {
-        "deepstack_visual_indexes": [5, 11, 17],
-        "depth": 24,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 1024,
-        "in_channels": 3,
-        "intermediate_size": 4096,
-        "model_type": "qwen3_vl",
-        "num_heads": 16,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": 2048,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-    "vision_end_token_id": 151653,
-    "vision_start_token_id": 151652,
-}
-HYBRID_TEXT = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-    "full_attention_interval": 4,
-    "attn_output_gate": True,
-    "mamba_ssm_dtype": "float32",
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000000,
-        "partial_rotary_factor": 0.25,
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-    },
-}
-
-
 def test_qwen_3_vl(tmp_path):
-    config = read(tmp_path, QWEN_3_VL)
+    config = read(tmp_path, PUBLISHED["qwen3-vl-2b"])
     assert (config.rope.sections, config.rope.interleaved, config.rope.theta) == ((24, 20, 20), True, 5000000.0)
     assert (config.num_layers, config.tie_embeddings, config.qk_norm) == (28, True, True)
     vision = config.vision
@@ -256,27 +86,32 @@ def test_qwen_3_vl(tmp_path):
 
 def test_qwen_35(tmp_path):
     """Its tower has no deepstack. Without one, and as a config of text alone, positions have one axis."""
-    tower = QWEN_3_VL["vision_config"] | {"model_type": "qwen3_5", "deepstack_visual_indexes": [], "out_hidden_size": 1024}
+    tower = PUBLISHED["qwen3-vl-2b"]["vision_config"] | {
+        "model_type": "qwen3_5",
+        "deepstack_visual_indexes": [],
+        "out_hidden_size": 1024,
+    }
     tokens = {"image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053}
-    published = {"model_type": "qwen3_5", "text_config": HYBRID_TEXT, **tokens, "vision_end_token_id": 248054}
+    published = {"model_type": "qwen3_5", "text_config": PUBLISHED["qwen3.5 text"], **tokens, "vision_end_token_id": 248054}
     config = read(tmp_path, published | {"vision_config": tower})
     assert (config.rope.sections, config.rope.interleaved, config.rope.axes) == ((11, 11, 10), True, 3)
     assert (config.vision.image_token, config.vision.frame_marks, config.vision.deepstack) == (248056, (248053, 248054), 0)
     assert config.feature_size == config.hidden_size
-    for text in (published, HYBRID_TEXT):
+    for text in (published, PUBLISHED["qwen3.5 text"]):
         config = read(tmp_path, text)
         assert (config.vision, config.rope.sections, config.rope.axes) == (None, (), 1)
 
 
-MINISTRAL = MISTRAL | {"num_hidden_layers": 4, "layer_types": ["full_attention", *["sliding_attention"] * 3]}
-
-
 def test_ministral_as_a_mistral_with_layer_types(tmp_path):
     """transformers' Auto classes take it for a ministral model, in which only some layers have the window."""
-    assert read(tmp_path, MINISTRAL).windows == (0, 4096, 4096, 4096)
-    assert read(tmp_path, MINISTRAL | {"layer_types": None}).windows == (4096,) * 4
+    ministral = PUBLISHED["mistral-7b"] | {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    }
+    assert read(tmp_path, ministral).windows == (0, 4096, 4096, 4096)
+    assert read(tmp_path, ministral | {"layer_types": None}).windows == (4096,) * 4
     with pytest.raises(CheckpointError, match="layer_types has 'sliding_attention', but there's no window"):
-        read(tmp_path, MINISTRAL | {"sliding_window": None})
+        read(tmp_path, ministral | {"sliding_window": None})
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])

@@ -24,6 +24,7 @@ from model.quantized_checkpoints import (
     write_gptq,
     write_modelopt,
 )
+from model.wrong_configs import WRONG_CONFIGS
 from outrider.device import Capabilities, CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.weights import SplitWeight, quantized_products
 from outrider.errors import CheckpointError
@@ -151,18 +152,7 @@ def test_modelopt_leaves_out_what_its_wildcards_name(tmp_path, backend, plain, l
     agree(plain, state, tmp_path, backend, products=products, activations=True)
 
 
-@pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        ({"quant_algo": "NVFP4", "group_size": 16}, "quant_algo is 'NVFP4', which isn't supported; of ModelOpt's supported"),
-        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "quant_algo is 'MIXED_PRECISION'"),
-        ({"quant_algo": None}, "quant_algo is None"),
-        ({"quant_algo": ["FP8"]}, r"quant_algo is \['FP8'\]"),
-        ({"quant_algo": "FP8", "exclude_modules": "lm_head"}, "exclude_modules is 'lm_head', expected a list"),
-        (["FP8"], r"quantization is \['FP8'\], expected a JSON object"),
-        ({"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo is 'NVFP4', expected 'FP8'"),
-    ],
-)
+@pytest.mark.parametrize(("said", "error"), WRONG_CONFIGS["modelopt"])
 def test_what_modelopt_says_that_isnt_supported(tmp_path, backend, plain, said, error):
     write_modelopt(plain.directory, tmp_path, "FP8")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
@@ -341,64 +331,7 @@ def test_broken_tensors(tmp_path, backend, plain, name, suffix, change, error):
         ours(tmp_path, backend)
 
 
-INT4 = group_of("int4-g128")
-SLOW = {"targets": ["re:(a+)+b"]}
-TENSOR = {"num_bits": 8, "dynamic": True, "strategy": "tensor"}
-
-
-@pytest.mark.parametrize(
-    ("config", "error"),
-    [
-        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes', which isn't supported; supported are compressed"),
-        ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'"),
-        ({"bits": 4, "group_size": 64, "mode": "affine"}, "quant_method is 'mlx', which isn't supported"),
-        ({"quant_method": "awq"}, r"says that weights are quantised \(awq\), but no weight is stored quantised"),
-        ([], r"quantization_config is \[\], expected a JSON object"),
-        (
-            compressed_config({"g": INT4 | {"format": "nvfp4-pack-quantized"}}),
-            "format nvfp4-pack-quantized: the format isn't",
-        ),
-        (compressed_config({"g": INT4 | {"weights": INT4["weights"] | {"num_bits": 3}}}), "3 bits, int.*expected 4 or 8"),
-        (
-            compressed_config({"g": INT4 | {"weights": INT4["weights"] | {"actorder": "group"}}}),
-            r"config_groups\.g\.weights\.actorder is 'group', which compressed-tensors doesn't take: actorder='group' has",
-        ),
-        (
-            compressed_config({"g": INT4 | {"weights": INT4["weights"] | {"num_bits": "four"}}}),
-            r"config_groups\.g\.weights\.num_bits is 'four', which compressed-tensors doesn't take: Input should be",
-        ),
-        ({"quant_method": "compressed-tensors"}, "config_groups is missing, which compressed-tensors doesn't take"),
-        (compressed_config({"g": INT4 | {"targets": ["LlamaMLP"]}}), "name no product of this model as quantised; expected"),
-        (compressed_config({"g": INT4}, ignore=["Linear"]), "name no product of this model as quantised; expected class"),
-        (compressed_config({"g": INT4 | SLOW}), r"expression '\(a\+\)\+b' of a config can't be used: a repeat in a repeat"),
-        (
-            compressed_config({"g": INT4}, transform_config={"config_groups": {"u": {}}}),
-            "transform_config is .*isn't supported",
-        ),
-        (
-            compressed_config({"g": INT4}, kv_cache_scheme={"num_bits": 8, "type": "int"}),
-            "kv_cache_scheme.type is 'int', expected 'float'",
-        ),
-        (
-            compressed_config({"g": group_of("int8-w8a8") | {"input_activations": TENSOR}}),
-            "depend on its neighbours",
-        ),
-        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv', and of AWQ only gemm is supported"),
-        ({"quant_method": "awq", "version": None, "format": "gemv_fast"}, "format is 'gemv_fast', and of AWQ only gemm"),
-        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "format is 'marlin', expected gptq or gptq_v2"),
-        ({"quant_method": "gptq", "bits": 3}, "bits is 3, expected 4 or 8 for GPTQ"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 20}, "group_size is 20, expected -1 or a positive multiple of 8"),
-        (
-            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-            "checkpoint_format is 'marlin', expected gptq or",
-        ),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\], expected two positive"),
-        (
-            {"quant_method": "fp8", "modules_to_not_convert": "lm_head"},
-            "modules_to_not_convert is 'lm_head', expected a list",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "error"), WRONG_CONFIGS["quantised"])
 def test_unknown_schemes(tmp_path, backend, plain, config, error):
     raw = json.loads((plain.directory / "config.json").read_text()) | {"quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(raw))

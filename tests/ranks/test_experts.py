@@ -1,7 +1,5 @@
 """Ranks that share every expert of a mixture, and ranks that divide the experts (expert parallelism)."""
 
-from functools import partial
-
 import pytest
 from threads import run
 
@@ -54,23 +52,6 @@ def plain():
 def test_tokens_are_those_of_one_rank(layout, divided, plain):
     assert layout.expert is divided
     assert run(layout, make, tokens) == plain
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["staged", "fused"])
-@pytest.mark.parametrize("proposer", ["eagle", "ngram", "mtp"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param({"tensor": 4}, id="tensor", marks=pytest.mark.slow),
-        pytest.param({"data": 4}, id="data", marks=pytest.mark.slow),
-        pytest.param({"tensor": 2, "data": 2}, id="both"),
-    ],
-)
-def test_every_layout_gives_the_tokens_of_one_rank(layout, proposer, mode, plain):
-    config = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float64", mode=mode)
-    parallel = ParallelConfig(**layout, expert=True, timeout_s=60)
-    assert run(parallel, partial(make, proposer=proposer, config=config), tokens) == plain
 
 
 def test_engines_of_other_ranks_continue_requests():

@@ -1,30 +1,37 @@
-"""Drawn programs on several ranks give what one rank gives: every layout, proposer and mode."""
+"""Random programs on several ranks give what one rank gives: every layout, proposer and mode."""
 
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from programs import LAYOUTS, MODES, compare, drawn, together
+from programs import LAYOUTS, drawn
+from threads import run
 
-from outrider import SamplingParams
+from outrider import Engine
 from outrider.device import ConfigError
 from outrider.engine.ranks.decision_log import RankedDecisionLog
+from outrider.engine.requests.draft_length import LengthSchedule
+from outrider_proof import tiny
+from outrider_proof.decode_program import MOVING
+from outrider_proof.engine_setups import MODES
+from outrider_proof.proposers import MAKERS, decoder
+from outrider_proof.tiny import plain_config
 
 SOME, MANY, ALL = (0, 3, 5, 10), 160, 400
-"""Seeds: some have each layout once, and each mode; all of both are among the first twelve."""
+"""Seeds: some have each layout once, and each mode."""
+CONFIG = plain_config(max_context=48, max_requests=3, page_size=4, dtype="float64")
+FIXED = tuple(replace(arrival, moves=()) for arrival in MOVING.arrivals)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", SOME)
 def test_a_drawn_program_gives_the_same_on_several_ranks(seed):
-    compare(drawn(seed))
+    drawn(seed).serve()
 
 
 def test_graphs_of_ranks_need_not_cover_guided_requests():
-    program = drawn(4)
-    assert program.config["graphs"]
-    assert all(each.guide for each in program.params)
-    compare(program)
+    program = replace(MOVING, arrivals=tuple(replace(arrival, guided=True) for arrival in FIXED))
+    replace(drawn(0), program=program, mode="graphs").serve()
 
 
 @pytest.mark.parametrize(
@@ -32,16 +39,13 @@ def test_graphs_of_ranks_need_not_cover_guided_requests():
 )
 def test_many_drawn_programs_give_the_same_on_several_ranks(first):
     for seed in range(first, min(first + 8, ALL)):
-        compare(drawn(seed))
+        drawn(seed).serve()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_verify_the_same_drafts_of_each_request(mode):
     """Only the leading rank's policy decides: those of the other ranks repeat its record."""
-    program = drawn(0)
-    greedy = tuple(SamplingParams(max_tokens=9, ignore_eos=True) for _ in program.params)
-    config = program.config | mode | {"max_requests": 3}
-    program = replace(program, proposer="eagle", params=greedy, config=config, aborts={}, lengths=(3, 0, 1, 2, 2))
+    program = replace(MOVING, arrivals=FIXED, draft_lengths=(3, 0, 1, 2, 2), by_request=True)
     published, publish = [], RankedDecisionLog.publish_batch
 
     def noted(self, batch, shape):
@@ -49,10 +53,15 @@ def test_ranks_verify_the_same_drafts_of_each_request(mode):
         publish(self, batch, shape)
 
     with patch.object(RankedDecisionLog, "publish_batch", noted):
-        compare(replace(program, layout=LAYOUTS[0]))
+        replace(drawn(0), program=program, layout=LAYOUTS[0], proposer="eagle", mode=mode).serve()
     assert any(len(set(lengths)) > 1 for lengths in published)
 
 
 def test_data_parallel_ranks_refuse_a_length_for_each_request():
+    def make(ranks):
+        target = decoder(tiny.target(), ranks.backend, ranks.model)
+        proposer, lengths = MAKERS["eagle"](target, ranks.backend), LengthSchedule((3, 0), (2, 3, 4))
+        return Engine(target, ranks.backend, proposer=proposer, config=CONFIG, ranks=ranks, draft_length=lengths)
+
     with pytest.raises(ConfigError, match="data-parallel groups share the width"):
-        together(replace(drawn(0), proposer="eagle", layout=LAYOUTS[1], lengths=(3, 0)))
+        run(LAYOUTS[1], make, Engine.close)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -25,32 +26,6 @@ SCHEMA = {
     "required": ["path"],
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
-JSON = json.dumps(ARGUMENTS)
-
-
-def tagged(before, after):
-    """The arguments as tagged values."""
-    values = {"path": ARGUMENTS["path"], "count": "3", "deep": json.dumps(ARGUMENTS["deep"])}
-    return "".join(before.format(key=key, text=str(key == "path").lower()) + value + after for key, value in values.items())
-
-
-def kimi_k3():
-    values = (("path", "string", ARGUMENTS["path"]), ("count", "number", "3"), ("deep", "object", '{"k": [1, null]}'))
-    inner = "".join(
-        f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>' for key, kind, value in values
-    )
-    return f'<|open|>call tool="look" index="1"<|sep|>{inner}<|close|>call<|sep|>'
-
-
-THINK = "<think>\nhm, <b>\n</think>\n\n"
-QWEN = tagged("<parameter={key}>\n", "\n</parameter>\n")
-DSML = tagged('<｜DSML｜parameter name="{key}" string="{text}">', "</｜DSML｜parameter>\n")
-MINIMAX = tagged('<parameter name="{key}">', "</parameter>\n")
-GLM = tagged("<arg_key>{key}</arg_key><arg_value>", "</arg_value>")
-
-
-SEED = tagged("<parameter={key}>", "</parameter>\n")
-CALL = f"look(path={ARGUMENTS['path']!r}, count=3, deep={ARGUMENTS['deep']!r})"
 M3 = "]<]minimax[>["
 
 
@@ -64,113 +39,14 @@ def minimax_m3(name, value):
     return f"{M3}<{name}>{inner}{M3}</{name}>"
 
 
-QUOTE = '<|"|>'
-
-
-def gemma(quote):
-    return "call:look{path:" + quote + ARGUMENTS["path"] + quote + ",count:3,deep:{k:[1,null]}}"
-
-
-# (tool format, reasoning format, xgrammar's name or None, text before the calls, one call, text after the calls)
 FAMILIES = [
-    ("hermes", "think", "qwen_3", THINK, f'<tool_call>\n{{"name": "look", "arguments": {JSON}}}\n</tool_call>', ""),
-    ("qwen3-coder", "think", "qwen_3_coder", THINK, f"<tool_call>\n<function=look>\n{QWEN}</function>\n</tool_call>", ""),
-    ("mistral", "mistral", None, "[THINK]hm, <b>[/THINK]", f"[TOOL_CALLS]look[ARGS]{JSON}", ""),
-    ("mistral", "none", None, "[TOOL_CALLS][", f'{{"name": "look", "arguments": {JSON}}}', "]"),
-    ("llama3", "none", None, "", f'{{"name": "look", "parameters": {JSON}}}', ""),
-    ("llama3", "none", None, "<|python_tag|>", f'{{"type": "function", "name": "look", "parameters": {JSON}}}', ""),
-    (
-        "deepseek",
-        "think",
-        "deepseek_r1",
-        "<think>hm, <b></think><｜tool▁calls▁begin｜>",
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{JSON}\n```<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-    (
-        "deepseek",
-        "think",
-        "deepseek_v3_1",
-        "<think>hm, <b></think><｜tool▁calls▁begin｜>",
-        f"<｜tool▁call▁begin｜>look<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-    (
-        "deepseek",
-        "think",
-        "deepseek_v3_2",
-        "<think>hm, <b></think>\n\n<｜DSML｜function_calls>\n",
-        f'<｜DSML｜invoke name="look">\n{DSML}</｜DSML｜invoke>\n',
-        "</｜DSML｜function_calls>",
-    ),
-    (
-        "glm",
-        "think",
-        "glm_4_7",
-        "<think>hm, <b></think>",
-        f"<tool_call>look{GLM}</tool_call>",
-        "",
-    ),
-    (
-        "kimi",
-        "think",
-        "kimi",
-        "<think>hm, <b></think><|tool_calls_section_begin|>",
-        f"<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>",
-        "<|tool_calls_section_end|>",
-    ),
-    (
-        "kimi-k3",
-        "kimi-k3",
-        "kimi_k3",
-        "hm, <b><|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>",
-        kimi_k3(),
-        "<|close|>tools<|sep|><|close|>message<|sep|>",
-    ),
-    (
-        "minimax",
-        "think",
-        "minimax",
-        "hm, <b></think>\n\n<minimax:tool_call>\n",
-        f'<invoke name="look">\n{MINIMAX}</invoke>\n',
-        "</minimax:tool_call>",
-    ),
-    (
-        "minimax-m3",
-        "minimax-m3",
-        "minimax_m3",
-        f"hm, <b></mm:think>{M3}<tool_call>\n",
-        f'{M3}<invoke name="look">{"".join(minimax_m3(*each) for each in ARGUMENTS.items())}{M3}</invoke>\n',
-        f"{M3}</tool_call>",
-    ),
-    ("pythonic", "none", None, "[", CALL, "]"),
-    ("pythonic", "think", None, f"{THINK}<|tool_call_start|>[", CALL, "]<|tool_call_end|>"),
-    ("pythonic", "none", None, "<|python_start|>", f'{{"name": "look", "parameters": {JSON}}}', "<|python_end|>"),
-    (
-        "seed",
-        "seed",
-        None,
-        "<seed:think>hm, <b></seed:think>\n<seed:tool_call>",
-        f"<function=look>\n{SEED}</function>\n",
-        "</seed:tool_call>",
-    ),
-    ("gemma", "gemma", None, "<|channel>thought\nhm, <b><channel|>", f"<|tool_call>{gemma(QUOTE)}<tool_call|>", ""),
-    ("functiongemma", "none", None, "", f"<start_function_call>{gemma('<escape>')}<end_function_call>", ""),
-    (
-        "harmony",
-        "harmony",
-        "harmony",
-        "<|channel|>analysis<|message|>hm, <b><|end|><|start|>assistant",
-        f"<|channel|>commentary to=functions.look<|constrain|>json<|message|>{JSON}<|call|>",
-        "",
-    ),
+    (*names, *texts)
+    for names, *texts in json.loads((Path(__file__).resolve().parents[1] / "data/calls_of_families.json").read_text("utf-8"))
 ]
-OPENERS = {"minimax_m3": "<mm:think>", "kimi_k3": "<|open|>think<|sep|>", "minimax": "<think>\n"}
-"""What the prompt ends with, where the reasoning begins there."""
+"""Formats of tools and reasoning, xgrammar's name or None; texts before a call, of it, and after it; the end of the prompt,
+where the reasoning begins there; and the text between two calls."""
 PROMPTS_OPEN_THINK = ("qwen_3", "qwen_3_coder", "deepseek_r1", "deepseek_v3_1", "deepseek_v3_2", "glm_4_7")
 """Families whose description leaves ``<think>`` to the prompt."""
-BETWEEN = {"llama3": "; ", "pythonic": "; ", "kimi": "", "glm": "", "deepseek_r1": "\n", "harmony": "<|start|>assistant"}
-"""Text between two calls, by family; by format where it differs."""
 
 
 def read(model_format, text, sizes, *, prompt="", tools=(TOOL,), **options):
@@ -186,9 +62,8 @@ def read(model_format, text, sizes, *, prompt="", tools=(TOOL,), **options):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family[2] or family[0]}-{len(family[3])}")
 def test_calls_and_reasoning_of_a_family(family):
-    tool_format, reasoning_format, described, before, call, after = family
-    model_format = ModelFormat(tool_format, reasoning_format)
-    text, prompt = before + call + after, OPENERS.get(described, "")
+    tool_format, reasoning_format, described, before, call, after, prompt, between = family
+    model_format, text = ModelFormat(tool_format, reasoning_format), before + call + after
     if described is not None:
         tag = xgrammar.get_model_structural_tag(described, tools=[TOOL], reasoning="enabled")
         generated = text.removeprefix("<think>") if described in PROMPTS_OPEN_THINK else text
@@ -200,9 +75,8 @@ def test_calls_and_reasoning_of_a_family(family):
     by_letter, deltas = read(model_format, text, [1] * len(text), prompt=prompt)
     assert by_letter == whole
     written = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
-    pieces = 5 if call is CALL else 12  # the arguments of a Python call come as a whole each
+    pieces = 5 if call.startswith("look(") else 12  # the arguments of a Python call come as a whole each
     assert sum(map(bool, written)) > pieces, "arguments come while they are written"
-    between = ", " if before.endswith("[") else BETWEEN.get(described, BETWEEN.get(tool_format, "\n"))
     two, _ = read(model_format, before + call + between + call + after, [7] * 300, prompt=prompt)
     assert [each["name"] for each in two["calls"]] == ["look", "look"]
     assert two["content"].strip() == ""
@@ -215,8 +89,8 @@ def test_calls_and_reasoning_of_a_family(family):
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each[1] != "none"], ids=lambda each: each[2] or each[0])
 def test_a_call_in_reasoning_is_one_if_the_reasoning_has_no_end(family):
-    tool_format, reasoning_format, described, before, call, after = family
-    model_format, prompt = ModelFormat(tool_format, reasoning_format), OPENERS.get(described, "")
+    tool_format, reasoning_format, _, before, call, after, prompt, _ = family
+    model_format = ModelFormat(tool_format, reasoning_format)
     end = REASONING_FORMATS[reasoning_format][0].ends[0]
     reasoning, opener = before.split(end)
     for sizes in ([], [1] * 500):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,79 +15,11 @@ from serve.running import running
 from serve.scripted import ScriptedEngine
 from serve.test_translated_apis import CHATML, TALK
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"anyOf": [{"$ref": "#/$defs/k"}, {"type": "null"}]}, "b": {"type": "integer", "minimum": 1}},
-    "required": ["a"],
-    "additionalProperties": False,
-    "$defs": {"k": {"enum": ["x", 1]}},
-}
-FUNCTION = {"name": "look", "description": "Look.", "parameters": SCHEMA, "strict": True}
-CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
-CHAT = {
-    "messages": [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": [{"type": "text", "text": "t"}], "name": "n"},
-        {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "c", "content": "r"},
-    ],
-    "max_completion_tokens": 4,
-    "temperature": 1.0,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "logit_bias": {"5": 1},
-    "stop": ["q"],
-    "seed": 1,
-    "n": 1,
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "chat_template_kwargs": {"enable_thinking": True},
-}
-TOOLS = {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": True}
+CHAT, TOOLS, RESPONSE, MESSAGE, SCHEMA = json.loads(
+    (Path(__file__).resolve().parents[1] / "data/request_bodies.json").read_text()
+).values()
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
 ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "look"}}]}
-RESPONSE = {
-    "instructions": "s",
-    "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "t"}]},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}], "content": []},
-        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "t"}]},
-        {"type": "custom_tool_call", "call_id": "d", "name": "free", "input": "i"},
-        {"type": "custom_tool_call_output", "call_id": "d", "output": "o"},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t", "annotations": []}]},
-    ],
-    "max_output_tokens": 4,
-    "reasoning": {"effort": "low", "summary": "auto"},
-    "tools": [
-        {"type": "function", **FUNCTION},
-        {"type": "custom", "name": "free", "format": {"type": "grammar", "syntax": "lark", "definition": "g"}},
-        {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "inner", "parameters": {}}]},
-    ],
-    "metadata": {"a": "b"},
-}
-MESSAGE = {
-    "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
-    "messages": [
-        {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "d"}}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "h", "signature": "s"},
-                {"type": "text", "text": "t"},
-                {"type": "tool_use", "id": "c", "name": "look", "input": {"a": 1}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "r"}]}],
-        },
-    ],
-    "max_tokens": 4,
-    "thinking": {"type": "enabled", "budget_tokens": 1024},
-    "tools": [{"name": "look", "description": "d", "input_schema": SCHEMA}],
-    "stop_sequences": ["q"],
-}
 BODIES = [
     ("/v1/chat/completions", CHAT | TOOLS),
     ("/v1/chat/completions", CHAT | TOOLS | {"tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}}),
@@ -185,60 +118,6 @@ def test_the_unchanged_bodies_are_served(scripted, path, body):
     answer = httpx.post(scripted.url + path, json={"model": "m", **body}, timeout=30, verify=False)
     assert answer.status_code == 200, answer.text
     assert '"error": {' not in answer.text
-
-
-SMALL = [
-    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": []}]}),
-    ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}),
-    ("/v1/messages", MESSAGE | {"tool_choice": {"type": []}}),
-    ("/v1/responses", {"input": [{"type": []}]}),
-    ("/v1/responses", {"input": "x", "tools": [{"type": "custom", "name": "f", "format": "text"}]}),
-    ("/v1/responses", {"input": "x", "metadata": {"a": float("nan")}}),
-]
-
-
-PARAMS = [
-    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
-    (
-        "/v1/chat/completions",
-        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strct": 1}}},
-        "response_format.json_schema.strct",
-    ),
-    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
-    ("/v1/chat/completions", CHAT | {"max_completion_tokens": 10**6}, "max_completion_tokens"),
-    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
-    (
-        "/v1/chat/completions",
-        CHAT | {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
-        "messages[0].content[0].type",
-    ),
-    ("/v1/chat/completions", CHAT | {"logit_bias": {"99999": 1}}, "logit_bias"),
-    ("/v1/chat/completions", CHAT | {"stop_token_ids": [-1]}, "stop_token_ids"),
-    (
-        "/v1/chat/completions",
-        CHAT | TOOLS | {"tool_choice": {"type": "function", "function": {}}},
-        "tool_choice.function.name",
-    ),
-    ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-    ("/v1/responses", {"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
-    ("/v1/responses", {"input": []}, "input"),
-    ("/v1/responses", {"input": "x", "text": {"format": {"type": "x"}}}, "text.format"),
-    ("/v1/messages", MESSAGE | {"stop_sequences": [""]}, "stop_sequences"),
-    ("/v1/messages", MESSAGE | {"stop": ["x"]}, "stop"),
-    ("/v1/chat/completions", CHAT | {"prompt": "x"}, "prompt"),
-    ("/v1/responses", {"input": "x", "max_tokens": 5}, "max_tokens"),
-    ("/v1/responses", {"input": "x", "tool_choice": "sometimes"}, "tool_choice"),
-    ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
-    ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "param"), [*PARAMS, *((*small, None) for small in SMALL)])
-def test_an_error_names_the_field_of_its_api(scripted, path, body, param):
-    error = check(scripted, path, body, statuses=(400,))
-    assert param in (None, error["param"])
-    assert "response_format" not in error["message"] or "chat" in path
-    assert "max_completion_tokens" not in error["message"] or "chat" in path
 
 
 @settings(max_examples=80, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))

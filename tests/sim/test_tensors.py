@@ -124,22 +124,6 @@ def test_a_queued_copy_keeps_its_own_source(sim):
     assert moved.tolist() == [1.0] * 4
 
 
-def test_modules_move_with_tied_weights(device):
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    module[1].weight = module[0].weight
-    moved = copy.deepcopy(module).to(device)
-    assert moved[0].weight is moved[1].weight
-    assert moved[0].weight.device.type == "sim"
-    given = torch.randn(2, 3)
-    torch.testing.assert_close(moved(given.to(device)).cpu(), module(given))
-
-
-def test_backward(device):
-    weight = torch.nn.Parameter(torch.ones(3, device=device))
-    (weight * torch.arange(3.0, device=device)).sum().backward()
-    assert weight.grad.tolist() == [0.0, 1.0, 2.0]
-
-
 def test_pickle_and_deepcopy(device):
     t = torch.arange(3.0, device=device)[1:]
     assert pickle.loads(pickle.dumps(t)).tolist() == [1.0, 2.0]

@@ -82,23 +82,6 @@ def test_errors_in_a_backward_are_raised(sim):
     assert held.sim.machine.lost is None
 
 
-@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_modules(device, make):
-    torch.manual_seed(0)
-    module = make(3, 4, 2, bidirectional=True)
-    given = torch.randn(5, 2, 3)
-    expected, _ = module(given)
-    expected.sum().backward()
-    grads = [p.grad for p in module.parameters()]
-    module.zero_grad()
-    there = module.to(device)
-    result, _ = there(given.to(device))
-    result.sum().backward()
-    torch.testing.assert_close(result.cpu(), expected)
-    for grad, parameter in zip(grads, there.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.cpu(), grad)
-
-
 def test_loading_for_the_device_and_saving_from_it(device):
     tied = torch.arange(6.0)
     assert torch.load(saved({"a": tied, "b": tied[2:4]}), map_location=device)["b"].tolist() == [2.0, 3.0]

@@ -120,68 +120,6 @@ def clipped(device):
     return losses, net
 
 
-def checkpointed(device):
-    from torch.utils.checkpoint import checkpoint
-
-    torch.manual_seed(0)
-    first, second = nn.Linear(6, 8).to(device), nn.Linear(8, 1).to(device)
-    optimizer = torch.optim.RMSprop([*first.parameters(), *second.parameters()], 0.01)
-    x = data(8, 6).to(device)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = second(checkpoint(lambda t: first(t).tanh(), x, use_reentrant=False)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, nn.ModuleList([first, second])
-
-
-def lbfgs(device):
-    torch.manual_seed(0)
-    net = nn.Linear(4, 1).to(device)
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
-    x, y = data(8, 4).to(device), data(8, 1, seed=5).to(device)
-    losses = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.mse_loss(net(x), y)
-        loss.backward()
-        losses.append(loss.item())
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    return losses, net
-
-
-def resumed(device):
-    """State of model and optimizer goes through a file in the middle."""
-    import io
-
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3).to(device)
-    optimizer = torch.optim.Adam(net.parameters(), 0.1)
-    x, y = data(8, 6).to(device), classes(8, 3).to(device)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        file = io.BytesIO()
-        torch.save([net.state_dict(), optimizer.state_dict()], file)
-        file.seek(0)
-        model, state = torch.load(file, map_location=device)
-        net = nn.Linear(6, 3).to(device)
-        net.load_state_dict(model)
-        optimizer = torch.optim.Adam(net.parameters(), 0.1)
-        optimizer.load_state_dict(state)
-    return losses, net
-
-
 def second_order(device):
     """One step of a learner inside the loss of another."""
     torch.manual_seed(0)
@@ -216,9 +154,6 @@ LOOPS = {
     "transformer": supervised(Language, TOKENS, TOKENS.roll(-1, 1), tokens),
     "gan": gan,
     "accumulated and clipped": clipped,
-    "checkpointed": checkpointed,
-    "closures": lbfgs,
-    "resumed": resumed,
     "second order": second_order,
 }  # fmt: skip
 IN_CI = ("cnn", "lstm", "amp")

@@ -3,8 +3,6 @@
 import pytest
 
 from outrider import SamplingParams
-from outrider.speculative.eagle import EagleTreeProposer
-from outrider.speculative.tree import DynamicTree
 from outrider_proof import tiny
 from speculative.test_proposers import PROPOSERS
 
@@ -36,30 +34,3 @@ def test_options_do_the_same_to_trees(name, option):
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
     # Drafts know nothing of the options; some are accepted all the same.
     assert name == "ngram-tree" or engine.stats.acceptance_length > 1.05
-
-
-def test_a_small_cache_preempts_and_changes_no_token():
-    """Trees need pages for scratch slots too; when these run out, requests give way and start again."""
-    proposer = EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=4, depth=4, nodes=20))
-    engine = tiny.engine(proposer, page_size=4, num_pages=24, max_requests=4)
-    prompts = [(i, 2, 3, i) for i in range(8)]
-    total = engine.free_pages
-    for prompt, result in zip(prompts, engine.generate(prompts, SamplingParams(max_tokens=20)), strict=True):
-        assert result.token_ids == tiny.plain(prompt, 20)
-    assert engine.free_pages == total
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", PROPOSERS)
-def test_preempted_requests_draft_on(name):
-    engine = tiny.engine(PROPOSERS[name](), page_size=2, num_pages=22, max_requests=4, overlap=True)
-    prompts = [(i, 2, 3, i) for i in range(6)]
-    ids = [engine.add_request(prompt, SamplingParams(max_tokens=20)) for prompt in prompts]
-    tokens, preempted = {request: [] for request in ids}, 0
-    records = [engine._requests[request] for request in ids]
-    while engine.has_unfinished:
-        for output in engine.step():
-            tokens[output.request_id] += output.tokens
-    preempted = sum(record.preemptions for record in records)
-    assert [tuple(tokens[request]) for request in ids] == [tiny.plain(prompt, 20) for prompt in prompts]
-    assert preempted > 0

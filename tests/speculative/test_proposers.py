@@ -23,7 +23,7 @@ from outrider.speculative.parallel import BlockProposer, PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_proof import proposers, tiny
 from outrider_proof.tiny import plain_config
-from speculative.programs import ENGINES, check, programs, prompts
+from speculative.programs import PROGRAMS, check
 
 
 def drawing_from_some():
@@ -77,13 +77,13 @@ PROPOSERS = {
 }
 
 
-def any_program(name, program, **config):
-    check(tiny.engine(PROPOSERS[name](), **config), program, tiny.plain)
+def any_program(name, program, overlap):
+    check(PROPOSERS[name](), program, overlap)
 
 
 test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy_tokens = some_and_many(
     any_program,
-    given(program=programs(prompts(tiny.VOCABULARY)), **ENGINES),
+    given(**PROGRAMS),
     pytest.mark.parametrize("name", PROPOSERS),
     pytest.mark.sample(10),
     some=2,

@@ -15,7 +15,7 @@ from outrider.speculative.tree import DynamicTree, Tree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
-from speculative.programs import ENGINES, check, programs, prompts
+from speculative.programs import PROGRAMS, check
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
@@ -167,43 +167,20 @@ class Scripted(Proposer):
         raise AssertionError("this proposer relays nothing")
 
 
-def any_tree(program, depth, extra, seed, **config):
-    check(tiny.engine(Scripted(depth + extra, depth, seed=seed), **config), program, tiny.plain)
+def any_tree(depth, extra, seed, program, overlap):
+    check(Scripted(depth + extra, depth, seed=seed), program, overlap)
 
 
 test_random_trees_give_plain_greedy_tokens, test_many_random_trees_give_plain_greedy_tokens = some_and_many(
     any_tree,
     given(
-        program=programs(prompts(tiny.VOCABULARY)),
         depth=st.integers(1, 4),
         extra=st.integers(0, 6),
         seed=st.integers(0, 99),
-        **ENGINES,
+        **PROGRAMS,
     ),
     some=10,
     many=25,
-)
-
-
-SHAPES = {
-    "dynamic": lambda: DynamicTree(topk=3, depth=3),
-    "dynamic-large": lambda: DynamicTree(topk=4, depth=4, nodes=24),
-    "dynamic-chain": lambda: DynamicTree(topk=1, depth=4),
-    "one-level": lambda: DynamicTree(topk=3, depth=1),
-}
-
-
-def any_program(shape, program, **config):
-    check(tiny.engine(EagleTreeProposer(tiny.eagle_head(), SHAPES[shape]()), **config), program, tiny.plain)
-
-
-test_eagle_trees_give_plain_greedy_tokens, test_eagle_trees_give_plain_greedy_tokens_in_many_programs = some_and_many(
-    any_program,
-    given(program=programs(prompts(tiny.VOCABULARY)), **ENGINES),
-    pytest.mark.parametrize("shape", SHAPES),
-    pytest.mark.sample(2),
-    some=3,
-    many=8,
 )
 
 
@@ -309,19 +286,6 @@ def test_a_wrong_compaction_shows(kernels):
     backend = CpuBackend()
     backend.use_kernels(kernels())
     assert compaction_error(backend, 3) > 1e-3
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("temperature", [0.7, 1.2])
-def test_sampled_trees_give_the_very_tokens_of_plain_sampling(temperature):
-    prompts = [(i, 2, 3) for i in range(6)]
-    params = [SamplingParams(max_tokens=25, temperature=temperature * (i % 3), seed=i) for i in range(6)]
-    proposer = EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=4, depth=3))
-    engine = tiny.engine(proposer, max_requests=4, page_size=3, overlap=True)
-    alone = tiny.engine(None, max_requests=1)
-    for prompt, each, result in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        assert result.token_ids == alone.generate([prompt], each)[0].token_ids
-    assert engine.stats.acceptance_length > 1.5
 
 
 def test_trees_over_a_sliding_window_are_refused():

@@ -151,6 +151,12 @@ class Surface:
             _bind_signature(path, self.signature(path), call)
         return found
 
+    def takes_any_arguments(self, path: str) -> bool:
+        """Return True for a function of the package's source with a catch-all for positional arguments."""
+        if self.resolve(path).kind != "python":
+            return False
+        return any(each.kind is each.VAR_POSITIONAL for each in self.signature(path).parameters.values())
+
     def signature(self, path: str) -> inspect.Signature:
         """The signature of a function, of a method without its self, or of a class's construction."""
         node = self.resolve(path).node

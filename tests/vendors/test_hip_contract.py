@@ -4,14 +4,11 @@ torch's HIP build has the same Python files: they are generated once, and ``torc
 """
 
 import ast
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vendors.surface import Call, Mismatch, Unresolved
-from vendors.uses import Vocabulary, collect
+from vendors.uses import Vocabulary, bind_uses, check_changes, check_record, collect
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "core" / "outrider" / "device" / "torch_backend.py"
@@ -49,35 +46,16 @@ def test_the_collector_sees_the_plugins():
 
 
 def test_every_name_resolves_and_every_call_binds(torch_surface, record_property):
-    problems, bound = [], 0
-    for use in USES:
-        try:
-            if use.call is None:
-                torch_surface.resolve(use.path)
-            else:
-                torch_surface.bind(use.path, use.call)
-                bound += 1
-        except (Unresolved, Mismatch) as error:
-            if "made by its base" in str(error) and use.call == Call():
-                continue
-            problems.append(f"{use.where}: {error}")
+    found, problems = bind_uses(torch_surface, USES)
     assert problems == []
-    figures = {"names": len({use.path for use in USES}), "calls bound": bound}
-    for name, value in figures.items():
-        record_property(name, value)
-    recorded = json.loads((ROOT / "docs" / "evidence" / "support" / "rocm-static.json").read_text())
-    assert recorded["figures"].keys() == figures.keys()
-    over = {what: count for what, count in recorded["figures"].items() if count > figures[what]}
-    assert over == {}, f"the record claims more than there is now: write {figures} into it"
+    bound = sum(kind == "python" and use.call is not None for use, kind in found)
+    check_record("rocm-static.json", {"names": len({use.path for use in USES}), "calls bound": bound}, record_property)
 
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("use", [use for use in USES if use.call is not None], ids=lambda use: f"{use.path}@{use.where}")
 def test_a_changed_call_is_caught(torch_surface, use):
-    with pytest.raises(Unresolved):
-        torch_surface.resolve(f"{use.path}_v9")
-    with pytest.raises(Mismatch):
-        torch_surface.bind(use.path, replace(use.call, keywords=(*use.call.keywords, "no_such_argument")))
+    check_changes(torch_surface, use)
 
 
 def properties():

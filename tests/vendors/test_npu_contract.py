@@ -5,7 +5,6 @@ From the wheel's files alone: nothing of it is imported and nothing runs. So thi
 
 import ast
 import functools
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vendors.surface import Call, Mismatch, Unresolved
-from vendors.uses import Use, Vocabulary, collect
+from vendors.surface import Mismatch
+from vendors.uses import Use, Vocabulary, bind_uses, check_changes, check_record, collect
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "backends" / "npu" / "outrider_npu"
@@ -92,35 +91,16 @@ def test_no_use_hides_from_the_collector():
 
 
 def test_every_name_resolves_and_every_call_binds(torch_npu_surface, record_property):
-    problems = []
-    kinds: dict[str, set[str]] = {}
-    bound = 0
-    for use in USES:
-        try:
-            if use.call is None:
-                found = torch_npu_surface.resolve(use.path)
-            else:
-                found = _bind(torch_npu_surface, use)
-                bound += found.kind != "extension"
-            kinds.setdefault(found.kind, set()).add(use.path)
-        except (Unresolved, Mismatch) as error:
-            problems.append(f"{use.where}: {error}")
+    found, problems = bind_uses(torch_npu_surface, USES)
     assert problems == []
-    names = {use.path for use in USES}
-    controls = sum(1 + (2 + len(use.call.keywords)) for use in USES if use.call is not None) + len(OTHER_VERSION)
     figures = {
-        "names": len(names),
-        "calls bound": bound,
-        "operators": len(kinds["operator"]),
+        "names": len({use.path for use in USES}),
+        "calls bound": sum(kind != "extension" and use.call is not None for use, kind in found),
+        "operators": len({use.path for use, kind in found if kind == "operator"}),
         "names of the compiled library": len(compiled_names(torch_npu_surface)),
-        "negative controls": controls,
+        "negative controls": sum(3 + len(use.call.keywords) for use in USES if use.call is not None) + len(OTHER_VERSION),
     }
-    for name, value in figures.items():
-        record_property(name, value)
-    recorded = json.loads((ROOT / "docs" / "evidence" / "support" / "npu-static.json").read_text())
-    assert recorded["figures"].keys() == figures.keys()
-    over = {what: count for what, count in recorded["figures"].items() if count > figures[what]}
-    assert over == {}, f"the record claims more than there is now: write {figures} into it"
+    check_record("npu-static.json", figures, record_property)
 
 
 def compiled_names(torch_npu_surface):
@@ -148,34 +128,10 @@ def test_what_python_shims_call_is_compiled(torch_npu_surface, wheel):
     assert not wheel.has_symbol("_graph_task_updat")
 
 
-def _bind(surface, use):
-    """A class that its compiled base makes takes no argument of ours."""
-    try:
-        return surface.bind(use.path, use.call)
-    except Mismatch as error:
-        if "made by its base" in str(error) and use.call == Call():
-            return surface.resolve(use.path)
-        raise
-
-
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("use", [use for use in USES if use.call is not None], ids=lambda use: f"{use.path}@{use.where}")
 def test_a_changed_call_is_caught(torch_npu_surface, use):
-    """Negative controls: one name more, one keyword other, one argument too many."""
-    found = _bind(torch_npu_surface, use)
-    with pytest.raises(Unresolved):
-        torch_npu_surface.resolve(f"{use.path}x" if found.kind != "operator" else f"{use.path}_v9")
-    if found.kind == "extension":
-        return  # the arguments of what is compiled can't be seen
-    with pytest.raises(Mismatch):
-        torch_npu_surface.bind(use.path, replace(use.call, keywords=(*use.call.keywords, "no_such_argument")))
-    with pytest.raises(Mismatch):
-        torch_npu_surface.bind(use.path, replace(use.call, positional=use.call.positional + 9))
-    for number, keyword in enumerate(use.call.keywords):
-        changed = [*use.call.keywords]
-        changed[number] = f"{keyword}_"
-        with pytest.raises(Mismatch):
-            torch_npu_surface.bind(use.path, replace(use.call, keywords=tuple(changed)))
+    check_changes(torch_npu_surface, use)
 
 
 @pytest.mark.parametrize(("old", "new"), OTHER_VERSION)

@@ -1,11 +1,16 @@
 """What a plugin uses of its vendor's package, collected from the plugin's own source."""
 
 import ast
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from vendors.surface import Call
+import pytest
+
+from vendors.surface import Call, Mismatch, Surface, Unresolved
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,52 @@ def collect(file: Path, words: Vocabulary, root: Path) -> list[Use]:
     collector = _Collector(words, str(file.relative_to(root)))
     collector.visit(ast.parse(file.read_text(encoding="utf-8")))
     return collector.uses
+
+
+def bind_uses(surface: Surface, uses: Iterable[Use]) -> tuple[list[tuple[Use, str]], list[str]]:
+    """Hold every use against the package; returns each that is right with the kind of its name, and what is wrong.
+
+    A class that its compiled base makes takes no argument of ours.
+    """
+    found, problems = [], []
+    for use in uses:
+        try:
+            resolved = surface.resolve(use.path) if use.call is None else surface.bind(use.path, use.call)
+            found.append((use, resolved.kind))
+        except (Unresolved, Mismatch) as error:
+            if "made by its base" in str(error) and use.call == Call():
+                found.append((use, "made by its base"))
+            else:
+                problems.append(f"{use.where}: {error}")
+    return found, problems
+
+
+def check_changes(surface: Surface, use: Use) -> None:
+    """Negative controls of a call: another name, one keyword more, each keyword another one, and too many arguments."""
+    kind = surface.resolve(use.path).kind
+    with pytest.raises(Unresolved):
+        surface.resolve(f"{use.path}_v9")
+    if kind == "extension" or bind_uses(surface, [use])[0][0][1] == "made by its base":
+        return  # the arguments of what is compiled can't be seen
+    assert use.call is not None
+    keywords = [(*use.call.keywords, "no_such_argument")]
+    keywords += [tuple(f"{each}_" if each == name else each for each in use.call.keywords) for name in use.call.keywords]
+    for changed in keywords:
+        with pytest.raises(Mismatch):
+            surface.bind(use.path, replace(use.call, keywords=changed))
+    if not surface.takes_any_arguments(use.path):
+        with pytest.raises(Mismatch):
+            surface.bind(use.path, replace(use.call, positional=use.call.positional + 30))
+
+
+def check_record(name: str, figures: Mapping[str, int], record_property: Callable[[str, object], None]) -> None:
+    """Record the figures; the record of evidence claims no more."""
+    for figure, value in figures.items():
+        record_property(figure, value)
+    recorded = json.loads((_ROOT / "docs" / "evidence" / "support" / name).read_text())["figures"]
+    assert recorded.keys() == figures.keys()
+    over = {what: count for what, count in recorded.items() if count > figures[what]}
+    assert over == {}, f"the record claims more than there is now: write {figures} into it"
 
 
 class _Collector(ast.NodeVisitor):
