@@ -283,3 +283,10 @@ def test_undeclared_edges_of_a_graph_are_refused(use, cause):
     with pytest.raises(CaptureError) as caught:
         backend.capture("refused", lambda _: use(backend, stream, other, event), stream=stream, inputs={}, outputs={})
     assert isinstance(caught.value.__cause__, cause)
+
+
+def test_a_report_survives_an_observer_that_another_thread_detaches(monkeypatch):
+    attached = iter([Observer(), None])
+    observer = property(lambda backend: next(attached), lambda backend, value: None)
+    monkeypatch.setattr(CpuBackend, "observer", observer, raising=False)
+    assert isinstance(CpuBackend().listener, Observer)

@@ -17,10 +17,13 @@ SOURCE = (
 )
 
 
+def make_tokenizer():
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), bos_token="<|begin|>", eos_token=END)
+
+
 @pytest.fixture(scope="module")
 def template():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), bos_token="<|begin|>", eos_token=END)
-    return ChatTemplate(tokenizer, SOURCE)
+    return ChatTemplate(make_tokenizer(), SOURCE)
 
 
 def ends(template, content, **others):
@@ -60,3 +63,23 @@ def test_a_call_whose_argument_has_such_a_name_is_refused(template):
     call = {"type": "function", "function": {"name": "f", "arguments": {END: 1}}}
     with pytest.raises(RequestError, match="control token"):
         template.tokens([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+def test_a_name_may_have_a_word_that_is_a_token_and_code_of_the_template():
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["tool"])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"tool_id": {}}}}}
+    assert ends(ChatTemplate(tokenizer, SOURCE), "x", tools=[tool]) == 2
+
+
+def test_tokens_that_the_tokenizer_lists_for_chats_control_too():
+    """The template makes such a token of its parts, and so may two texts."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<|user|>"])
+    tokenizer.chat_control_tokens = ["<|user|>"]
+    template = ChatTemplate(tokenizer, SOURCE)
+    parts = [{"type": "text", "text": text} for text in ("<|us", "er|>")]
+    tokens = template.tokens([{"role": "user", "content": parts}])
+    assert tokenizer.convert_tokens_to_ids("<|user|>") not in tokens
+    with pytest.raises(RequestError, match="control token"):
+        ends(template, "x", variables={"more": {"<|user|>": 1}})

@@ -10,7 +10,7 @@ from hypothesis import given
 from drawing import some_and_many
 from model.harness import Driver
 from outrider import Engine, SamplingParams
-from outrider.device import Graph, KernelSet
+from outrider.device import ConfigError, Graph, KernelSet
 from outrider.engine.requests.draft_length import LengthSchedule
 from outrider.engine.stages import PlanPositions
 from outrider.model import DFlashHead, DraftVocabulary, EagleHead, MtpHead, with_output_head
@@ -299,3 +299,8 @@ def test_a_wrong_rule_fails_the_same_draws(name):
 
     found, _ = excess(PROPOSERS[name](), tiny.decoder(kernels=Generous()))
     assert found > 1
+
+
+def test_a_parallel_head_needs_its_mask():
+    with pytest.raises(ConfigError, match="no mask token and state"):
+        PEagleProposer(tiny.eagle3_head(), draft_tokens=3)

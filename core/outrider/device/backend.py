@@ -468,7 +468,8 @@ class Backend(ABC):
     @property
     def listener(self) -> Observer:
         """Return the attached observer, or one that ignores every report."""
-        return _IGNORES_REPORTS if self.observer is None else self.observer
+        observer = self.observer  # read once: another thread may detach it
+        return _IGNORES_REPORTS if observer is None else observer
 
     def attach(self, observer: Observer) -> None:
         """Report to ``observer`` from now on, on every thread. One observer at a time.

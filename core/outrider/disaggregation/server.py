@@ -155,8 +155,10 @@ class DisaggregationServer(ABC):
         """Return the link offers of the peer's engine. Raises :class:`ConfigError` if its description doesn't fit ``fit``."""
         assert message is not None
         peer_fit = message.body.get("fit")
-        if message.kind not in ("engine", "refused") or not isinstance(peer_fit, dict):
+        if message.kind not in ("engine", "refused"):
             raise WireError(f"expected what engine it has, it says {message.kind!r}")
+        if not isinstance(peer_fit, dict):
+            raise WireError("the other side doesn't say what engine it has")
         check_fit(fit, peer_fit)  # raises an error that names this engine's values first
         if message.kind == "refused":
             raise ConfigError(str(message.body.get("error")))

@@ -289,9 +289,8 @@ class GraphRunner(Runner):
         exact = backend.speculative_sync.exact_host_lengths
         nothing = HostSeqLens((0,) * count, self._capacity)
         params = stage.host_params(batch.drafted, nothing) if exact else {}
-
-        loads = self._loads_in_capture
-        known = loads and any(name == stage.name and kind[2] == features for name, _, kind in self._captured)
+        is_first = all((name, kind[2]) != (stage.name, features) for name, _, kind in self._captured)
+        known = self._loads_in_capture and not is_first
 
         def run(context: CaptureContext) -> None:
             if known and is_rehearsal(backend):

@@ -38,12 +38,8 @@ class GuidedDecoding:
     def __init__(self, parts: EngineParts) -> None:
         """Allocate the buffers, which exist when this returns: other streams may use them."""
         self._parts = parts
-        backend, forward, nodes, requests = (
-            parts.backend,
-            parts.streams.forward,
-            parts.proposer.nodes,
-            parts.config.max_requests,
-        )
+        backend, forward = parts.backend, parts.streams.forward
+        nodes, requests = parts.proposer.nodes, parts.config.max_requests
         self._words = words = mask_words(parts.model.config.vocab_size)
         draft_shape, prefill_shape = (requests, nodes + 1, words), (requests, words)
         with backend.on(forward), backend.guard("allocating the masks of guided requests"):

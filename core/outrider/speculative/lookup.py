@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import Backend, ConfigError, KernelSet
+from outrider.device import AttentionShape, Backend, ConfigError, KernelSet
 from outrider.model import LanguageModel
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec, slots_of
 from outrider.speculative.tree import Tree
@@ -376,7 +376,7 @@ MIN_SUFFIX_TOKENS = 4
 
 
 def _of_other(name: str) -> Any:
-    """Return the property of a :class:`CombinedProposer` that is the other proposer's property or method ``name``."""
+    """Return the property of a :class:`CombinedProposer` that has the value of the other proposer's property ``name``."""
     return property(attrgetter(f"_other.{name}"))
 
 
@@ -395,15 +395,11 @@ class CombinedProposer(Proposer):
     reads_hidden = _of_other("reads_hidden")
     relay = _of_other("relay")
     host_lengths = _of_other("host_lengths")
-    host_lengths_of = _of_other("host_lengths_of")
     host_widths = _of_other("host_widths")
     recurrent = _of_other("recurrent")
     states = _of_other("states")
     state_bytes = _of_other("state_bytes")
     request_bytes = _of_other("request_bytes")
-    prompt_passes = _of_other("prompt_passes")
-    attention_shapes = _of_other("attention_shapes")
-    allocate_states = _of_other("allocate_states")
 
     def __init__(self, lookup: SuffixProposer, other: Proposer, *, least: int = MIN_SUFFIX_TOKENS) -> None:
         if other.is_tree or not other.nodes:
@@ -439,6 +435,18 @@ class CombinedProposer(Proposer):
         """The larger of the lookup's and the other proposer's lookahead."""
         return max(self._lookup.lookahead, self._other.lookahead)
 
+    def host_lengths_of(self, count: int) -> Mapping[str, int] | None:
+        """Return the host lengths of the other proposer for a draft of ``count`` tokens, or None if it has none."""
+        return self._other.host_lengths_of(count)
+
+    def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        """Return the number of tokens of each prompt pass of the other proposer; the lookup makes none."""
+        return self._other.prompt_passes(tokens, sequences, longest)
+
+    def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
+        """Return the planned attention shapes of the other proposer; the lookup has no attention."""
+        return self._other.attention_shapes(page_size)
+
     @property
     def caches(self) -> tuple[Tensor, ...]:
         """The token history of the lookup, then the other proposer's caches."""
@@ -453,6 +461,10 @@ class CombinedProposer(Proposer):
         """Allocate the caches of both proposers with the target's page numbers."""
         for part in self.parts:
             part.allocate(backend=backend, pages=pages, page_size=page_size)
+
+    def allocate_states(self, *, backend: Backend, rows: int, requests: int) -> None:
+        """Allocate the states of the other proposer."""
+        self._other.allocate_states(backend=backend, rows=rows, requests=requests)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """Draft with both proposers, and select for each request, on the device, the lookup's chain if its match is long

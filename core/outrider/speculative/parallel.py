@@ -143,8 +143,8 @@ class PEagleProposer(EagleHeadProposer):
             raise ConfigError(f"draft_tokens is {draft_tokens}; expected 1 to {_MAX_TOKENS} from a P-EAGLE head")
         super().__init__(head.config, head.target.dtype)
         self.head = head
-        assert head.mask_token is not None
-        assert head.weights.mask_state is not None
+        if head.mask_token is None or head.weights.mask_state is None:
+            raise ConfigError("the head has no mask token and state; expected a P-EAGLE head, as load_peagle returns it")
         self._mask_token, self._mask_state = head.mask_token, head.weights.mask_state
         self._draft_tokens = draft_tokens
         self._zeros = torch.empty(0)

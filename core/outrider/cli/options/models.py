@@ -414,10 +414,10 @@ def find_quantized_copy(source: Path, weight_format: str) -> Path:
                     group=group,
                     progress=lambda key, done, total: tell("quantising", done, total),
                 )
-        except (OSError, ConfigError):
+        except (OSError, ConfigError):  # the copy is there, or another process finished one meanwhile
             if not target.exists():
                 raise
-            note(f"outrider: weights in {shared}: the copy in {target}\n")  # perhaps written by another process meanwhile
+            note(f"outrider: weights in {shared}: the copy in {target}\n")
             return target
     except OSError as error:
         raise CheckpointError(

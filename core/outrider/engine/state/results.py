@@ -286,7 +286,8 @@ class Results:
 
         They are those of B decoding requests with N nodes, or of the first tokens of B chunks (N = 1) if ``prefill``.
         """
-        (batch, nodes, count), first, most = ids.shape, self._max_requests * prefill, self._max_logprobs
+        batch, nodes, count = ids.shape
+        first, most = self._max_requests if prefill else 0, self._max_logprobs
         rows = self._logprobs[first : first + batch, :nodes]
         rows[..., : 1 + count] = values.contiguous().view(torch.int32)
         rows[..., 1 + most : 1 + most + count] = ids.to(torch.int32)

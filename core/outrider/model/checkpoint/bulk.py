@@ -46,10 +46,16 @@ class _Chunk:
     """True for the last chunk of its tensor."""
 
 
-_Slot = tuple[PinnedBuffer, Event, Tensor | None]
-"""A pinned host buffer, the event after which it has been copied to the device and is free again, and host memory that the
-file is read into first, or None.
-"""
+@dataclass(slots=True)
+class _BulkSlot:
+    """A pinned host buffer, and the event after which the copy from it to the device has ended and the buffer is
+    free again.
+    """
+
+    buffer: PinnedBuffer
+    copied: Event
+    staging: Tensor | None
+    """Host memory that the file is read into before the pinned buffer. None if the file is read into the buffer itself."""
 
 
 def read_parts(parts: Sequence[TensorRead], backend: Backend, stream: Stream, done: Callable[[str], None]) -> None:
@@ -93,36 +99,36 @@ def _read_through_pinned(
     device.
     """
     size, dtype = max(chunk.values for chunk in chunks), chunks[0].part.extent.dtype
-    slots: list[_Slot] = []
+    slots: list[_BulkSlot] = []
     for number in range(min(_MAX_PINNED_BUFFERS, len(chunks))):
         buffer = backend.empty_pinned(f"weights[{number}]", (size,), dtype)
         # The buffers are reused: page faults on fresh memory would take as long as the reads.
         watched = backend.observer is not None or type(buffer.tensor) is not Tensor
         staging = _memory_before_torch(size, dtype) if watched else None
-        slots.append((buffer, backend.create_event(f"weights[{number}]"), staging))
-    free, filling = deque(slots), deque[_Slot]()
+        slots.append(_BulkSlot(buffer, backend.create_event(f"weights[{number}]"), staging))
+    free, filling = deque(slots), deque[_BulkSlot]()
 
     def submit(chunk: _Chunk) -> Future[None]:
-        filling.append(free.popleft())
-        buffer, copied, staging = filling[-1]
-        if copied.generation:
-            copied.synchronize()  # wait until the previous copy from the buffer has completed
-            buffer.renew()
-        return pool.submit(_read, chunk, buffer.tensor[: chunk.values], staging)
+        slot = free.popleft()
+        if slot.copied.generation:
+            slot.copied.synchronize()  # wait until the previous copy from the buffer has completed
+            slot.buffer.renew()
+        filling.append(slot)
+        return pool.submit(_read_pinned, chunk, slot.buffer.tensor[: chunk.values], slot.staging)
 
     try:
         for chunk, read in _with_read_ahead(chunks, max(1, len(slots) // 2), submit):
             read.result()
-            free.append(filling.popleft())
-            buffer, copied, _ = free[-1]
-            backend.copy_async(_destination_of(chunk), buffer.tensor[: chunk.values], stream=stream)
-            stream.record(copied)
+            slot = filling.popleft()
+            backend.copy_async(_destination_of(chunk), slot.buffer.tensor[: chunk.values], stream=stream)
+            stream.record(slot.copied)
+            free.append(slot)
             if chunk.last:
                 done(chunk.part.key)
     finally:  # the buffers outlive their copies
-        for _, copied, _ in slots:
-            if copied.generation:
-                copied.synchronize()
+        for slot in slots:
+            if slot.copied.generation:
+                slot.copied.synchronize()
 
 
 def _memory_before_torch(values: int, dtype: torch.dtype) -> Tensor:
@@ -159,16 +165,21 @@ def _destination_of(chunk: _Chunk) -> Tensor:
     return chunk.part.destination.view(-1)[chunk.first : chunk.first + chunk.values]
 
 
-def _read(chunk: _Chunk, into: Tensor, staging: Tensor | None = None) -> None:
-    """Read ``chunk`` from its file into the host tensor ``into``. Runs in a worker thread and never touches the device.
-
-    With ``staging``, read into that and copy with torch, which observers see. Raises :class:`CheckpointError` for a file that
-    is too short or unreadable.
+def _read_pinned(chunk: _Chunk, into: Tensor, staging: Tensor | None) -> None:
+    """Read ``chunk`` from its file into the pinned host tensor ``into``. With ``staging``, read into that and copy with
+    torch, which observers see.
     """
-    if staging is not None:
+    if staging is None:
+        _read(chunk, into)
+    else:
         _read(chunk, staging[: chunk.values])
         into.copy_(staging[: chunk.values])
-        return
+
+
+def _read(chunk: _Chunk, into: Tensor) -> None:
+    """Read ``chunk`` from its file into the host tensor ``into``. Runs in a worker thread and never touches the device.
+    Raises :class:`CheckpointError` for a file that is too short or unreadable.
+    """
     extent = chunk.part.extent
     view = into.view(torch.uint8).numpy().data
     with wrap_read_errors(extent.path, f"tensor {chunk.part.key!r}"), extent.path.open("rb", buffering=0) as file:

@@ -85,9 +85,11 @@ class Eagle3Head(BaseDraftHead):
 
     The interface is that of :class:`EagleHead`, but :meth:`condition` fuses the target's states first, and draft logits cover
     the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads; a head without
-    any reads the target's final state. With
-    ``norm_before_residual`` the layer's residual is the normed state. With ``norm_output`` the states include the final norm,
-    also as input of the next draft step.
+    any reads the target's final state. With ``norm_before_residual`` the layer's residual is the normed state. With
+    ``norm_output`` the states include the final norm, also as input of the next draft step.
+
+    A P-EAGLE head drafts several tokens in one pass: positions without target states read ``mask_token`` and the
+    ``mask_state`` of its weights.
     """
 
     def __init__(

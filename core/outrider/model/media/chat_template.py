@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,9 @@ class ChatTemplate:
         self.tool_source = source if with_tools is None else with_tools
         """The Jinja template of conversations with tools."""
         self.response_template: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
-        added = tokenizer.added_tokens_decoder.values()
-        templates = f"{self.source}\0{self.tool_source}"
-        control = [
-            token.content for token in added if token.special or (token.content.strip() and token.content in templates)
-        ]
-        self._control_tokens = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+        control = sorted(_control_tokens(tokenizer, f"{self.source}\0{self.tool_source}"), key=len, reverse=True)
+        self._longest_control_token = len(control[0]) if control else 0
+        self._control_tokens = re.compile("|".join(map(re.escape, control)) or "(?!)")
 
     @classmethod
     def from_checkpoint(cls, directory: Path, *, source: str | None = None) -> ChatTemplate | None:
@@ -134,12 +131,20 @@ class ChatTemplate:
             return message
         parts: list[Any] = []
         for is_text, group in groupby(content, lambda part: isinstance(part, dict) and isinstance(part.get("text"), str)):
-            found, tokens = list(group), self._control_tokens
-            whole = "".join(part["text"] for part in found) if is_text else ""
-            if tokens.findall(whole) != [token for part in found if is_text for token in tokens.findall(part["text"])]:
-                found = [{**found[0], "text": whole}]
-            parts += found
+            found = list(group)
+            texts = [part["text"] for part in found] if is_text else []
+            parts += [{**found[0], "text": "".join(texts)}] if self._spell_control_token(texts) else found
         return {**message, "content": parts}
+
+    def _spell_control_token(self, texts: Sequence[str]) -> bool:
+        """Return True if a control token begins in one of ``texts``, which follow each other, and ends in a later one."""
+        whole, longest = "".join(texts), self._longest_control_token
+        # A search of long texts would take a second for a tokenizer with a thousand control tokens.
+        return any(
+            (token := self._control_tokens.match(whole, start)) is not None and token.end() > end
+            for end in accumulate(map(len, texts[:-1]))
+            for start in range(max(0, end - longest + 1), end)
+        )
 
     def _apply(
         self,
@@ -160,6 +165,17 @@ class ChatTemplate:
             if _has_half_characters(messages):
                 raise RequestError("half a character (a lone surrogate) is in the messages; expected Unicode text") from error
             raise RequestError(f"the chat template refused the messages: {one_line(str(error))}") from error
+
+
+def _control_tokens(tokenizer: Any, templates: str) -> set[str]:
+    """Return the tokens of ``tokenizer`` that control a conversation: special ones, and those that it lists for chats, by
+    default those in the text of ``templates``. A word there may be code of the template, and names may have it.
+    """
+    listed = getattr(tokenizer, "chat_control_tokens", None)
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
+    if listed is None:
+        listed = [text for text in added if text in templates and not text.isidentifier()]
+    return {text for text, is_special in added.items() if is_special or text in listed}
 
 
 def _has_template(directory: Path) -> bool:

@@ -563,8 +563,8 @@ class FormatReader:
         return len(self._buffer) - partial_match_length(self._buffer, literals), ""
 
     def _match(self, pattern: str | regex.Pattern[str], position: int = 0) -> Any:
-        """Return the match of ``pattern`` at ``position`` of the buffer, which is partial if more text may complete it; None
-        for a match of more than :data:`_MAX_MATCH_CHARACTERS`.
+        """Return the match of ``pattern`` at ``position`` of the buffer, which is partial if more text may complete it. The
+        pattern sees :data:`_MAX_MATCH_CHARACTERS` at most, and doesn't match a longer name.
         """
         end = position + _MAX_MATCH_CHARACTERS
         may_grow = not self._last and len(self._buffer) <= end
