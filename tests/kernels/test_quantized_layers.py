@@ -17,7 +17,8 @@ from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.device.kernels.weights import linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.inputs import ForwardInput
-from outrider.model.layers.layer import DecoderLayer, LayerWeights
+from outrider.model.layers.layer import DecoderLayer
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider_triton import rows as ops
 from outrider_triton.attention import operators as attention_ops
 from outrider_triton.blocks import DeferredQuantized

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outrider.device import Weight
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, MtpHead
-    from outrider.model.layers.layer import LayerWeights
+    from outrider.model.layers.layer_weights import LayerWeights
 
 
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:

@@ -35,7 +35,7 @@ from outrider.model import (
     Shards,
     or_single_rank,
 )
-from outrider.model.layers.layer import CacheFormat
+from outrider.model.layers.layer_weights import CacheFormat
 from outrider.model.quantization.cache import cache_format
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer, HybridDraftModelProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer

@@ -44,7 +44,7 @@ from outrider.model.layers.cache import KVCache, LayerState
 from outrider.model.layers.decoder import Decoder, DecoderWeights
 from outrider.model.layers.inputs import ForwardInput, KeptRows, StateInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide, side_by_side
-from outrider.model.layers.layer import LayerWeights
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import ModelRanks, Shard, Shards, or_single_rank
 from outrider.model.layers.transformers_decoder import TransformersDecoder
 from outrider.model.media.mrope import MediaGrid, prompt_positions, speculative_positions

@@ -27,7 +27,7 @@ from outrider.errors import CheckpointError
 from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorFile, TensorSlice
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
-from outrider.model.layers.layer import LayerWeights
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})

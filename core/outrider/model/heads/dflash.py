@@ -25,7 +25,7 @@ from outrider.model.heads.draft_head import ENVELOPE, BaseDraftHead, HeadCheckpo
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer import LayerWeights
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 
 

@@ -30,7 +30,8 @@ from outrider.model.layers.cache import KVCache
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.layer import LayerWeights, create_layers
+from outrider.model.layers.layer import create_layers
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 from outrider.model.layers.rotary import make_rotary
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization

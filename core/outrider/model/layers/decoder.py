@@ -22,7 +22,8 @@ from outrider.model.config.shapes import decoder_shape
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide
-from outrider.model.layers.layer import LayerWeights, create_layers
+from outrider.model.layers.layer import RecurrentLayer, create_layers
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import ModelRanks
 from outrider.model.layers.rotary import make_rotary
 
@@ -135,7 +136,7 @@ class Decoder(LanguageModel):
         batch = RecurrentBatch(rows, starts, starts[1:] + 1, 1, pending=cache.pending)
         sizes = cache.windows[0].inputs.shape[2], 2 * cache.states[0].delta.shape[1]
         padding = torch.zeros((1, sum(sizes)), dtype=self.dtype, device=rows.device).split(sizes, dim=1)
-        layers = (layer for layer in self._layers if layer.is_recurrent)
+        layers = (layer for layer in self._layers if isinstance(layer, RecurrentLayer))
         for layer, state, window in zip(layers, cache.states, cache.windows, strict=True):
             layer.settle(state, window, batch, padding)
         cache.pending.index_fill_(0, rows, 0)

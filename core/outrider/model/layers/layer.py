@@ -1,101 +1,21 @@
-"""One decoder layer: its weights, the blocks that they make up, and ``x += attention(norm(x)); x += mlp(norm(x))`` over a
-shared residual stream x.
+"""One decoder layer: ``x += attention(norm(x)); x += mlp(norm(x))`` over a shared residual stream x.
 
-Letters: T new tokens, H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediate size, E experts.
+Letters: T new tokens, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from outrider.device import (
-    AttentionBlock,
-    ConfigError,
-    DeltaRuleWeights,
-    ExpertsBlock,
-    HeadNorms,
-    KernelSet,
-    MlpBlock,
-    QuantizedWeight,
-    RankBoundary,
-    RecurrentBatch,
-    RecurrentBlock,
-    RecurrentWindow,
-    ResidualStream,
-    SplitWeight,
-    Weight,
-)
-from outrider.device.kernels.weights import label
-from outrider.model.config.model_config import ModelConfig, RecurrentConfig
+from outrider.device import KernelSet, RecurrentBatch, RecurrentWindow, ResidualStream
+from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.layer_weights import LayerWeights, layer_blocks
 from outrider.model.layers.ranks import ModelRanks, or_single_rank
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheFormat:
-    """Format of a layer's KV pages if it isn't the model's dtype. A cached number is multiplied by the scale of its KV head.
-
-    The scale tensors are float32 or wider. They are None if all scales are 1; kernels that write the cache at the end of a
-    product can then be used.
-    """
-
-    dtype: torch.dtype
-    """Dtype of the pages, one of ``CACHE_FORMATS``."""
-    input_scales: Tensor | None = None
-    """Factors of q, k and v before the rotary embedding, [Hq + 2 Hkv, 1]. Queries are multiplied by the scale of their keys,
-    keys and values by the inverse of theirs.
-    """
-    output_scales: Tensor | None = None
-    """Factors of the attention output, the scales of the values, [Hq, 1]."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
-    """Device tensors of one layer. The matrices ``qkv``, ``output``, ``gate_up`` and ``down`` may be quantized.
-
-    A mixture of E experts has a router and stacked expert weights; quantized expert weights are [E 2 I, H] and [E H, I].
-    """
-
-    qkv: Weight
-    """Product for q, k and v, [(Hq + 2 Hkv) D, H] in this order, then the rows [Hq D, H] of the attention's gate if the
-    config has one. In a recurrent layer: q, k, v, the output gate, then the rows of b and a of each value head.
-    """
-    output: Weight
-    """Output projection [H, Hq D] of attention. In a recurrent layer: [H, Hv E] for Hv value heads of size E."""
-    gate_up: Weight
-    """Gate and up projections of the MLP in one product, [2 I, H], or [E, 2 I, H] for experts."""
-    down: Weight
-    """Down projection of the MLP, [H, I], or [E, H, I] for experts."""
-    mlp_norm: Tensor
-    """Norm weight [H] of the MLP's input."""
-    attention_norm: Tensor | None = None
-    """Norm weight [H] of the attention's input; None in an EAGLE head that doesn't norm it."""
-    recurrent: DeltaRuleWeights | None = None
-    """Further weights of a recurrent layer; None for a layer with attention."""
-    qkv_bias: Tensor | None = None
-    output_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    """Norm weight [D] of each query head; None for models without it."""
-    k_norm: Tensor | None = None
-    """Norm weight [D] of each key head; None for models without it."""
-    router: Weight | None = None
-    """Product [E, H] for the logits by which tokens are routed to experts; None without experts."""
-    shared_gate_up: Weight | None = None
-    """Gate and up projections [2 Is, H] of a shared expert with intermediate size Is; None without one."""
-    shared_down: Weight | None = None
-    """Down projection [H, Is] of the shared expert; None without one."""
-    shared_gate: Weight | None = None
-    """Product [1, H] for the gate that scales the shared expert's output; None without one."""
-    cache: CacheFormat | None = None
-    """Format of the layer's KV pages. None means the model's dtype."""
 
 
 class LayerBlock:
@@ -115,11 +35,9 @@ class DecoderLayer:
     """A layer with attention and an MLP, or with routed experts instead of the MLP if its weights have a router.
 
     ``ranks`` hold the other slices of the layer; ``config`` has the number of heads of this rank. Errors name ``index``.
-
-    A recurrent layer has a recurrent block in place of attention. Speculation can't truncate its state. A pass over drafts
-    therefore keeps their tokens in a window. The next pass over drafts, or :meth:`settle`, changes the state by the accepted
-    ones.
     """
+
+    is_recurrent = False
 
     def __init__(
         self,
@@ -131,11 +49,34 @@ class DecoderLayer:
         ranks: ModelRanks | None = None,
         index: int = 0,
     ) -> None:
-        self.is_recurrent = weights.recurrent is not None
-        """True for a recurrent layer."""
-        mixer, mlp = _layer_blocks(config, weights, window, or_single_rank(ranks), index)
+        mixer, mlp = layer_blocks(config, weights, window, or_single_rank(ranks), index)
         self.blocks = self._mixer, self._mlp = LayerBlock(kernels, *mixer), LayerBlock(kernels, *mlp)
         self._kernels = kernels
+
+    def forward(
+        self,
+        x: ResidualStream,
+        inputs: ForwardInput,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        captured: tuple[Tensor, ...] = (),
+    ) -> ResidualStream:
+        """Return the residual stream after this layer, with all rows or only those that ``inputs`` keeps.
+
+        Keys and values of all T tokens are written. Each tensor [T, H] of ``captured`` receives the layer's complete input.
+        """
+        return self._mlp(self._mixer(x, inputs.attention_tokens(cos_sin, cache, captured)))
+
+
+class RecurrentLayer(DecoderLayer):
+    """A layer with a recurrent block in place of attention. Its ``cache`` is a :class:`LayerState`, and the window of a pass
+    over drafts or None, instead of keys and values.
+
+    Speculation can't truncate a recurrent state. A pass over drafts therefore keeps their tokens in a window. The next pass
+    over drafts, or :meth:`settle`, changes the state by the accepted ones.
+    """
+
+    is_recurrent = True
 
     def forward(
         self,
@@ -145,20 +86,14 @@ class DecoderLayer:
         cache: tuple[Any, Any],
         captured: tuple[Tensor, ...] = (),
     ) -> ResidualStream:
-        """Return the residual stream after this layer, with all rows or only those that ``inputs`` keeps.
-
-        Keys and values of all T tokens are written to ``cache``. That of a recurrent layer, which does not rotate queries and
-        keys, is a :class:`LayerState`, and the window of a pass over drafts or None. Each tensor [T, H] of ``captured``
-        receives the layer's complete input.
-        """
-        if self.is_recurrent:
-            return self._mlp(self._mixer(x, inputs.recurrent_tokens(*cache, captured)))
-        return self._mlp(self._mixer(x, inputs.attention_tokens(cos_sin, cache, captured)))
+        """Return the residual stream after this layer, which does not rotate queries and keys."""
+        del cos_sin
+        return self._mlp(self._mixer(x, inputs.recurrent_tokens(*cache, captured)))
 
     def settle(
         self, state: LayerState, window: RecurrentWindow, batch: RecurrentBatch, padding: tuple[Tensor, Tensor]
     ) -> None:
-        """Write the pending tokens of ``batch``, which has no new tokens, to the states of a recurrent layer.
+        """Write the pending tokens of ``batch``, which has no new tokens, to the states.
 
         ``padding`` has a row of the kernels' operands: channels [1, C] and gates [1, 2 Hv].
         """
@@ -171,122 +106,10 @@ class DecoderLayer:
 def create_layers(
     config: ModelConfig, layers: Sequence[LayerWeights], kernels: KernelSet, ranks: ModelRanks | None
 ) -> tuple[DecoderLayer, ...]:
-    """Create a layer for each of ``layers``."""
+    """Create a layer for each of ``layers``: a recurrent one if it has recurrent weights."""
     return tuple(
-        DecoderLayer(config, weights, kernels, window=window, ranks=ranks, index=index)
-        for index, (weights, window) in enumerate(zip(layers, config.windows, strict=True))
-    )
-
-
-def _layer_blocks(
-    config: ModelConfig, weights: LayerWeights, window: int, ranks: ModelRanks, index: int
-) -> tuple[tuple[str, Any], tuple[str, Any]]:
-    """Return the two halves of layer ``index``, each as the name of its kernel and the block.
-
-    Raises :class:`ConfigError` if the config or the formats of the weights don't fit the layer's kind.
-    """
-    if weights.recurrent is None or config.recurrent is None:
-        mixer: tuple[str, Any] = "attention_block", _attention_block(config, weights, window, ranks)
-    else:
-        mixer = "recurrent_block", _recurrent_block(config, config.recurrent, weights, weights.recurrent, ranks)
-    if weights.router is None:
-        return mixer, ("mlp_block", _mlp_block(config, weights, ranks))
-    return mixer, ("experts_block", _experts_block(config, weights, weights.router, ranks, index))
-
-
-def _attention_block(config: ModelConfig, weights: LayerWeights, window: int, ranks: RankBoundary) -> AttentionBlock:
-    """Return the attention block of a layer; ``config`` has the number of heads of this rank."""
-    norms = None
-    if weights.q_norm is not None and weights.k_norm is not None:
-        norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
-    return AttentionBlock(
-        norm=weights.attention_norm,
-        eps=config.rms_eps,
-        qkv=weights.qkv,
-        qkv_bias=weights.qkv_bias,
-        output=weights.output,
-        output_bias=weights.output_bias,
-        scale=config.attention_scale,
-        window=window,
-        head_norms=norms,
-        gated=config.attention_gate,
-        input_scales=None if weights.cache is None else weights.cache.input_scales,
-        output_scales=None if weights.cache is None else weights.cache.output_scales,
-        ranks=ranks,
-    )
-
-
-def _recurrent_block(
-    config: ModelConfig, shape: RecurrentConfig, weights: LayerWeights, own: DeltaRuleWeights, ranks: RankBoundary
-) -> RecurrentBlock:
-    """Return the recurrent block of a layer, with its ``own`` weights besides the large products."""
-    assert weights.attention_norm is not None  # every recurrent layer has one
-    return RecurrentBlock(
-        norm=weights.attention_norm,
-        eps=config.rms_eps,
-        projections=_without_gates(weights.qkv, 2 * shape.value_heads),
-        channels=shape.channels,
-        rule=own,
-        output=weights.output,
-        output_bias=weights.output_bias,
-        ranks=ranks,
-    )
-
-
-def _without_gates(projection: Weight, rows: int) -> tuple[Weight, ...]:
-    """Return the input projection of a recurrent layer in one part; or in two parts, the second with the last ``rows`` rows
-    (the gates b and a), if these are stored in another format than the other rows.
-    """
-    if not isinstance(projection, SplitWeight) or projection.parts[-1].shape[0] != rows:
-        return (projection,)
-    *large, gates = projection.parts
-    return large[0] if len(large) == 1 else SplitWeight(tuple(large)), gates
-
-
-def _mlp_block(config: ModelConfig, weights: LayerWeights, ranks: RankBoundary) -> MlpBlock:
-    """Return the MLP block of a layer with a dense MLP."""
-    return MlpBlock(
-        norm=weights.mlp_norm,
-        eps=config.rms_eps,
-        gate_up=weights.gate_up,
-        gate_up_bias=weights.gate_up_bias,
-        down=weights.down,
-        down_bias=weights.down_bias,
-        ranks=ranks,
-    )
-
-
-def _experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ranks: ModelRanks, index: int) -> ExpertsBlock:
-    """Return the block of experts of layer ``index``. Each rank holds a slice of every expert, or some of the experts.
-
-    Raises :class:`ConfigError` for a config without experts, and for experts that are stored in different formats.
-    """
-    experts, gate_up, down = config.experts, weights.gate_up, weights.down
-    if experts is None:
-        raise ConfigError(f"layer {index} has a router, and the config has no experts; expected both or none")
-    kinds = {
-        (each.format, each.activations, each.activation_group) if isinstance(each, QuantizedWeight) else None
-        for each in (gate_up, down)
-    }
-    if len(kinds) > 1 or any(isinstance(each, SplitWeight) for each in (gate_up, down)):
-        raise ConfigError(
-            f"layer {index}: its experts are stored as {label(gate_up)} (gate and up) and {label(down)} "
-            "(down); expected all of them in one way, with one scale for all activations where these are static: load "
-            "them as plain weights (--quantized dequantize)"
+        (DecoderLayer if weights.recurrent is None else RecurrentLayer)(
+            config, weights, kernels, window=window, ranks=ranks, index=index
         )
-    shared = None
-    if weights.shared_gate_up is not None and weights.shared_down is not None:
-        shared = MlpBlock(norm=weights.mlp_norm, eps=config.rms_eps, gate_up=weights.shared_gate_up, down=weights.shared_down)
-    return ExpertsBlock(
-        norm=weights.mlp_norm,
-        eps=config.rms_eps,
-        router=router,
-        per_token=experts.per_token,
-        renormalize=experts.renormalize,
-        held=ranks.shards.held_experts(experts.count),
-        gate_up=gate_up,
-        down=down,
-        shared=shared,
-        shared_gate=weights.shared_gate,
-        ranks=ranks,
+        for index, (weights, window) in enumerate(zip(layers, config.windows, strict=True))
     )

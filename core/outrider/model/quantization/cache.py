@@ -11,7 +11,7 @@ from outrider.device import CACHE_FORMATS, Backend, CapabilityError, ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.config.model_config import ModelConfig
-from outrider.model.layers.layer import CacheFormat
+from outrider.model.layers.layer_weights import CacheFormat
 from outrider.model.quantization.storages import FLOATS
 
 KEY, MODELOPT_KEY = "kv_cache_scheme", "kv_cache_quant_algo"
