@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -263,6 +264,16 @@ def test_variants_are_compiled_and_loaded_by_threads(monkeypatch):
     if os.cpu_count() > 1:
         assert set(loaded) == {("one", 3), ("two", 3)}
     assert {each.name for each in finished if isinstance(each, Made)} >= {"too large"}
+
+
+def test_a_kernel_that_cannot_be_loaded_leaves_later_launches_as_they_are(monkeypatch):
+    active = SimpleNamespace(get_current_device=lambda: 0, set_current_device=lambda _: None)
+    monkeypatch.setattr(workers, "driver", SimpleNamespace(active=active))
+    with pytest.raises(MemoryError, match="no memory"), workers.compiling(processors=1):
+        active_mode.get().submit("one", Mock(side_effect=MemoryError("no memory")), lambda _: None)
+    assert active_mode.get() is None
+    with workers.compiling(processors=1):
+        pass
 
 
 def test_ways_to_attend_are_listed_once_for_alike_sizes():
