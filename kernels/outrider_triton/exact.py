@@ -81,8 +81,9 @@ class ExactTiles(TileSelection):
         del dtype
         return self._exact_config(operator, m, n, k, half) if operator in _PREFILL and m else None
 
-    def token_counts(self) -> Sequence[int]:
+    def token_counts(self, operator: str = "") -> Sequence[int]:
         """Return numbers of tokens that together need every configuration."""
+        del operator
         return *BUCKETS, _MAX_DECODED + 1
 
     def _exact_config(self, operator: str, m: int, n: int, k: int, half: int = 0) -> MatmulConfig:

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, active_mode
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import serialize_specialization_data
@@ -39,13 +39,22 @@ class WorkerCompileMode(AsyncCompileMode):  # type: ignore[misc]  # Triton has n
     or no worker can compile it, this process compiles it as without workers; so an error is raised as without workers, too.
     Without ``workers`` the threads of the pool compile.
 
-    The threads also load the kernels onto the device, which takes milliseconds each, and first a C compiler for a new
-    signature in Triton 3.6.
+    The threads also load the kernels onto the device. A load takes milliseconds, and Triton 3.6 first runs a C compiler for
+    each new signature.
     """
 
     def __init__(self, executor: ThreadPoolExecutor, workers: WorkerPool | None) -> None:
         super().__init__(executor)
         self._workers = workers
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for all kernels. Raises the error of one that couldn't be compiled or loaded; later launches then compile as
+        without this mode.
+        """
+        try:
+            super().__exit__(*error)
+        finally:
+            active_mode.set(None)  # Triton leaves a mode with an error active
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         """Submit a compilation, which the pool gives to a worker first, and the loading of the kernel."""

@@ -90,7 +90,7 @@ def products_fit(device, form, rows, columns, half):
     operators = OPERATORS if form is None else ("linear", "linear_parts", *STREAMED_ALONE)
     for operator in (each for each in operators if rows % 2 == 0 or each not in GATED):
         key = {"n": rows, "k": columns, "half": half if operator == "linear_rope" else 0, "stored": stored}
-        known = {tiles.derived(operator, m=m, **key) for m in tiles.token_counts()}
+        known = {tiles.derived(operator, m=m, **key) for m in tiles.token_counts(operator)}
         for m in TOKENS:
             config = tiles.derived(operator, m=m, **key)
             assert config in known, (operator, m)

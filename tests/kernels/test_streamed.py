@@ -137,9 +137,16 @@ def test_gates_of_prefill(m, inner, k, stages, group, programs, hopper, ops):
     close(ops.linear_silu_mul.triton(x, weight, None, config, True), wanted.cpu(), HALF)
     with pytest.raises(RuntimeError, match="without a bias"):
         ops.linear_silu_mul.triton(x, weight, bias, config, True)
-    for field, wrong in ((0, 256), (1, 64), (4, 4), (5, 1)):
+    for field, wrong in ((0, 256), (1, 64), (4, 4), (5, 1), (5, -(-k // 64) + 2)):
         with pytest.raises(RuntimeError, match="can't be tiled"):
             ops.linear_silu_mul.triton(x, weight, None, [*config[:field], wrong, *config[field + 1 :]], True)
+
+
+def test_gates_of_prefill_have_blocks_for_their_stages():
+    """With more stages the first warpgroup could be a tile ahead, and both would wait for ever."""
+    x, weight, out = (torch.empty(shape, dtype=HALF) for shape in ((129, 128), (256, 128), (129, 128)))
+    with pytest.raises(RuntimeError, match="at most one more than blocks"):
+        streamed.silu_mul_prefill(x, weight, out, MatmulConfig(128, 128, 64, 1, 8, 4, 12, PREFILL_GATES, 132), True)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

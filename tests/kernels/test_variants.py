@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, launch, vocabulary_shares
 from outrider_triton.products import dense
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
-from outrider_triton.tiles.selection import VariantScope, attention_configs, share_counts
+from outrider_triton.tiles.derive.fits import MAX_TOKENS_TUNED, PREFILL_SAMPLE_TOKENS
+from outrider_triton.tiles.selection import TileSelection, VariantScope, attention_configs, share_counts
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, ProductEntry, Table, layer_of, load
 
 TINY = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
@@ -95,7 +97,7 @@ def test_every_share_is_known_beforehand(device):
 
 def known_configs(kernels, operator, n, k, half=0):
     """Configurations that samples of the scope need."""
-    counts = kernels.tiles.token_counts()
+    counts = kernels.tiles.token_counts(operator)
     return {kernels.tiles.product(operator, "bfloat16", m=m, n=n, k=k, half=half) for m in counts} - {None}
 
 
@@ -263,6 +265,24 @@ def test_variants_are_compiled_and_loaded_by_threads(monkeypatch):
     if os.cpu_count() > 1:
         assert set(loaded) == {("one", 3), ("two", 3)}
     assert {each.name for each in finished if isinstance(each, Made)} >= {"too large"}
+
+
+def test_a_kernel_that_cannot_be_loaded_leaves_later_launches_as_they_are(monkeypatch):
+    active = SimpleNamespace(get_current_device=lambda: 0, set_current_device=lambda _: None)
+    monkeypatch.setattr(workers, "driver", SimpleNamespace(active=active))
+    with pytest.raises(MemoryError, match="no memory"), workers.compiling(processors=1):
+        active_mode.get().submit("one", Mock(side_effect=MemoryError("no memory")), lambda _: None)
+    assert active_mode.get() is None
+    with workers.compiling(processors=1):
+        pass
+
+
+def test_only_gates_of_prefill_are_compiled_for_thousands_of_tokens():
+    """Other products of so many rows, such as logits, would only need memory."""
+    tiles = TileSelection(DEVICES["H200"])
+    assert max(tiles.token_counts("linear_silu_mul")) == PREFILL_SAMPLE_TOKENS
+    assert max(tiles.token_counts("linear")) == MAX_TOKENS_TUNED + 1
+    assert max(TileSelection(DEVICES["MI300X"]).token_counts("linear_silu_mul")) == MAX_TOKENS_TUNED + 1
 
 
 def test_ways_to_attend_are_listed_once_for_alike_sizes():

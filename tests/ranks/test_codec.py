@@ -188,6 +188,10 @@ TOKENS_AT, PARAMS_AT, PRIORITY_AT, MEDIA_AT = range(4)
             "isn't a Regex",
         ),
         (changed(ADD, lambda call: call[PARAMS_AT].update(guide={"SamplingParams": {}})), "expected one of JsonSchema"),
+        (
+            changed(ADD, lambda call: call[PARAMS_AT]["guide"].update(JsonObject={})),
+            "expected one of JsonSchema",
+        ),
     ],
 )
 def test_other_text_is_refused(text, match):

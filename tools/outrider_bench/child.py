@@ -142,7 +142,7 @@ def open_session(
     ``python`` the interpreter. Raises :class:`BenchFailed`.
     """
     with (
-        scratch_directory("outrider-peers-") as scratch,
+        scratch_directory("outrider-bench-") as scratch,
         tempfile.TemporaryFile() if log is None else log.open("w+b") as errors,
         child_session(
             [python, "-m", __name__, function, json.dumps({**work, "scratch": str(scratch)})],

@@ -110,6 +110,7 @@ class RandomModel:
         from outrider.speculative.parallel import BlockProposer
         from outrider.speculative.plugin import STORED
         from outrider_bench.random_weights import (
+            HeadFormats,
             RandomQuantization,
             random_decoder,
             random_dflash,
@@ -137,14 +138,14 @@ class RandomModel:
         output = model
         if rounding is not None or vocabulary is not None:
             output = with_output_head(model, backend=device, format=rounding, vocabulary=vocabulary)
-        formats: dict[str, Any] = {"quantization": weights, "rounding": rounding}
+        formats: HeadFormats = {"backend": device, "quantization": weights, "rounding": rounding}
         if self.speculate == "dflash":
             block = self.draft_tokens + 1
-            drafter = random_dflash(model, whole, layers=self.draft_layers, block_size=block, backend=device, **formats)
+            drafter = random_dflash(model, whole, layers=self.draft_layers, block_size=block, **formats)
             drafter.output = output
             return model, BlockProposer(drafter)
         make_head = random_mtp if self.speculate == "mtp" else random_eagle
-        head = make_head(model, whole, backend=device, **formats)
+        head = make_head(model, whole, **formats)
         head.output = output
         return model, EagleProposer(head, draft_tokens=self.draft_tokens)
 

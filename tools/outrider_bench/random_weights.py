@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Required, TypedDict, Unpack
 
 import torch
 
@@ -97,11 +97,18 @@ def random_decoder(
         return Decoder(local, record, backend.kernels_in_use, ranks)
 
 
-def random_eagle(target: Decoder, whole: ModelConfig | None = None, **formats: Any) -> EagleHead:
+class HeadFormats(TypedDict, total=False):
+    """The device of a draft head's random weights, and the formats of its weights and of its products."""
+
+    backend: Required[Backend]
+    quantization: RandomQuantization | None
+    rounding: str | None
+
+
+def random_eagle(target: Decoder, whole: ModelConfig | None = None, **formats: Unpack[HeadFormats]) -> EagleHead:
     """Return an EAGLE head of one layer for ``target``, in the published form.
 
     It has no norm before its attention and no embedding. ``whole``: the config of a target that several ranks share.
-    ``formats``: the last arguments of :func:`_head_weights`.
     """
     whole = eagle_head_config(whole or target.config)
     weights = _head_weights(target, eagle_targets(whole, (), target.shards), seed=1, **formats)
@@ -109,7 +116,7 @@ def random_eagle(target: Decoder, whole: ModelConfig | None = None, **formats: A
     return EagleHead(config, head_weights(weights, config.num_layers, embedding=target.embedding), target)
 
 
-def random_mtp(target: Decoder, whole: ModelConfig | None = None, **formats: Any) -> MtpHead:
+def random_mtp(target: Decoder, whole: ModelConfig | None = None, **formats: Unpack[HeadFormats]) -> MtpHead:
     """Return a head of multi-token prediction for ``target`` in the form of Qwen3.5: one layer with attention, which drafts a
     chain. The other arguments are those of :func:`random_eagle`.
     """
@@ -122,7 +129,12 @@ def random_mtp(target: Decoder, whole: ModelConfig | None = None, **formats: Any
 
 
 def random_dflash(
-    target: Decoder, whole: ModelConfig | None = None, *, layers: int, block_size: int, **formats: Any
+    target: Decoder,
+    whole: ModelConfig | None = None,
+    *,
+    layers: int,
+    block_size: int,
+    **formats: Unpack[HeadFormats],
 ) -> DFlashHead:
     """Return a DFlash head of ``layers`` Qwen3 layers of the target's sizes, in the published form.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, ConfigError
-from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+from outrider.device.errors import BackendLoadError
+from outrider.device.plugin import BackendInfo, CiDeclaration, check_options, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -31,8 +31,7 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
     """Create the backend for device 0, without options."""
     if ordinal != 0:
         raise BackendLoadError(f"backend 'threads': device {ordinal} was asked for, there is only device 0")
-    if options:
-        raise ConfigError(f"backend 'threads' takes no options, got {sorted(options)}")
+    check_options("threads", options, {})
     from outrider_threads.backend import ThreadsBackend
 
     return ThreadsBackend()

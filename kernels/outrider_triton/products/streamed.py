@@ -121,11 +121,13 @@ def silu_mul_prefill(x: Tensor, weight: Tensor, out: Tensor, config: MatmulConfi
     tiles, steps = (-(-m // (2 * tokens)), -(-n // pairs)), -(-k // columns)
     expect(
         (config.block_m, config.block_n, config.warps) == (2 * tokens, pairs, 8)
-        and config.stages > prefill_gates.LEAD.value < steps
+        and prefill_gates.LEAD.value < min(config.stages, steps)
+        and config.stages <= prefill_gates.LEAD.value + steps
         and k % 8 == n % 8 == 0,
         lambda: (
             f"gates of {tuple(weight.shape)} can't be tiled as {config}: expected tiles of {2 * tokens} tokens and {pairs} "
-            "pairs of rows, 8 warps, two stages and two blocks of columns or more, and rows and columns in multiples of 8"
+            "pairs of rows, 8 warps, two blocks of columns or more, two stages or more and at most one more than blocks, and "
+            "rows and columns in multiples of 8"
         ),
     )
     launch(

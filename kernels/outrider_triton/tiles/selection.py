@@ -169,17 +169,20 @@ class TileSelection:
             self._derived[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
         return self._derived[key]
 
-    def token_counts(self) -> Sequence[int]:
-        """Return numbers of tokens that together need every configuration, and every kernel, of any product."""
+    def token_counts(self, operator: str = "") -> Sequence[int]:
+        """Return numbers of tokens that together need every configuration, and every kernel, of the product ``operator``."""
+        # So many rows of every product, such as logits, would need gigabytes.
+        prefill = {PREFILL_SAMPLE_TOKENS} if operator == "linear_silu_mul" and self.facts.streams_products else set()
         measured = () if self.table is None else self.table.entries.values()
         counts = {entry.m for layers in measured for entries in layers.values() for entry in entries}
-        return sorted({1, MIN_STREAMED_TOKENS, *BUCKETS, MAX_TOKENS_TUNED + 1, PREFILL_SAMPLE_TOKENS} | counts)
+        return sorted({1, MIN_STREAMED_TOKENS, *BUCKETS, MAX_TOKENS_TUNED + 1} | prefill | counts)
 
-    def samples(self, *key: object) -> Iterator[int]:
-        """Yield each of :meth:`token_counts` inside the scope of variants, once for ``key`` and this layer. The caller
-        computes so many rows, which only compiles the kernels.
+    def samples(self, operator: str, *key: object) -> Iterator[int]:
+        """Yield each of :meth:`token_counts` inside the scope of variants, once for ``operator``, ``key`` and this layer. The
+        caller computes so many rows, which only compiles the kernels.
         """
-        return self.scope.each((*key, self.layer), self.token_counts()) if self.scope.depth else iter(())
+        counts = self.token_counts(operator) if self.scope.depth else ()
+        return self.scope.each((operator, *key, self.layer), counts)
 
     def attention(self, groups: int, head_size: int, group: int) -> AttentionConfig | None:
         """Return the stored configuration of attention with ``groups`` programs without splits, or None."""

@@ -247,7 +247,7 @@ class ProgramRun:
             time.sleep(1e-4)
         return done
 
-    def _dropped(self, step: lang.DropStep, path: Path) -> None:
+    def _drop_resource(self, step: lang.DropStep, path: Path) -> None:
         if step.what == "event":
             self.events[step.number] = self._create_event(step.number)
         else:

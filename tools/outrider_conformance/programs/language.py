@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 import torch
 
@@ -73,7 +73,7 @@ class WorkStep:
     """
 
     stream: int
-    kind: str
+    kind: Literal["fill", "copy", "copy_async", "mix", "send"]
     to: ElementSpan
     source: ElementSpan | None = None
     value: int | str = 0
@@ -131,9 +131,9 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class EventStep:
-    """A step that calls ``stream.record(event)`` or ``stream.wait(event)``; ``verb`` is ``record`` or ``wait``."""
+    """A step that calls ``stream.record(event)`` or ``stream.wait(event)``."""
 
-    verb: str
+    verb: Literal["record", "wait"]
     stream: int
     event: int
 
@@ -161,7 +161,7 @@ class DropStep:
     while replays are queued.
     """
 
-    what: str
+    what: Literal["event", "graph"]
     number: int
 
 

@@ -327,7 +327,7 @@ class Model:
         reader = Node(self.state.host, clock, causes, path, verb)
         self._expect(path, key, reader=reader, certain=certain)
 
-    def _drop(self, step: lang.DropStep, path: Path) -> None:
+    def _drop_resource(self, step: lang.DropStep, path: Path) -> None:
         if step.what == "event":
             self.state.events[step.number] = None
         else:

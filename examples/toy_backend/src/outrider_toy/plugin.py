@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import BackendLoadError, ConfigError
-from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+from outrider.device.errors import BackendLoadError
+from outrider.device.plugin import BackendInfo, CiDeclaration, check_options, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -31,8 +31,7 @@ def backend_info() -> BackendInfo:
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
     """Device `ordinal`, with the options of `--backend toy:key=value`."""
-    if options:
-        raise ConfigError(f"backend 'toy' takes no options, got {sorted(options)}")
+    check_options("toy", options, {})
     if ordinal != 0:
         raise BackendLoadError(f"backend 'toy': device {ordinal} was asked for, there is only device 0")
     from outrider_toy.backend import ToyBackend

@@ -111,7 +111,8 @@ def prefill_silu_mul(
     x, w, out, n, token_tiles, row_tiles, steps, STAGES: gl.constexpr, GROUP_M: gl.constexpr, PDL: gl.constexpr
 ):
     """Compute :func:`outrider_triton.products.jit.matmul.linear_silu_mul` of normalised rows ``x`` [m, k] and ``w`` [2 n, k],
-    without a bias. A unit is one of the ``steps`` blocks of columns; there are more than LEAD.
+    without a bias. A unit is one of the ``steps`` blocks of columns. There are more than LEAD, and at least STAGES - LEAD:
+    the first warpgroup must not arrive twice before the second one has waited.
 
     The copy engine loads zeros beyond the last token, row and column, and stores no such results.
     """
