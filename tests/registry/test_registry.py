@@ -189,6 +189,17 @@ def test_a_registry_that_reads_once_sees_what_there_was(install):
     assert registry.create("chip").given == (0, {})
 
 
+@pytest.mark.parametrize("group", ["outrider.backend", "outrider_backends", "Outrider.Backends"])
+def test_a_misspelt_group_is_named(install, outrider, group):
+    install("chip", group=group)
+    install("fast", group="outrider.kernels")  # a group of another kind is no mistake
+    (note,) = Registry().notes
+    assert "distribution 'outrider-chip' in " in note
+    assert f"has entry points in the group {group!r}, which Outrider doesn't read" in note
+    assert note in outrider("backends", "--json").json["notes"]
+    assert note in outrider("conform", "--backend", "chip", "--json").json["error"]["message"]
+
+
 def test_a_registry_sees_a_distribution_that_changes_in_place(install):
     site = install("chip")
     registry = Registry()
