@@ -66,6 +66,7 @@ def test_named_but_unusable(install):
 @pytest.mark.parametrize(
     ("info", "spec", "match"),
     [
+        ("", "chip", "OSError: device is busy; --debug shows the traceback"),
         ('advice="load the driver"', "chip:3", "OSError: device is busy; load the driver"),
         ("priority=50", "auto", r"device is busy.*it was probed; choose one with --backend"),
     ],
