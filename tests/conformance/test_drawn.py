@@ -20,7 +20,7 @@ from outrider_conformance.engines import observe
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.random_kernels import bounds, token_choices
-from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, problem
+from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, check_problem, problem
 from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, shrink_shape
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
@@ -353,6 +353,22 @@ def test_wrong_norms_of_heads_are_told(fault, dtype):
         check_kernels(right, made)
     with pytest.raises(AssertionError):
         check_kernels(NormedHeads(fault), made)
+
+
+class WrongEpsilon(KernelSet):
+    """A kernel that is wrong for every layout."""
+
+    def rms_norm(self, x, weight, eps):
+        return super().rms_norm(x, weight, eps + 0.5)
+
+
+@pytest.mark.parametrize(("layout", "end"), [(0, ""), (1, "; not contiguous: x"), (2, "; not contiguous: x")])
+def test_an_error_names_operands_that_are_not_contiguous(layout, end):
+    backend, drawn = cpu_backend.CpuBackend(), KERNELS["rms_norm"]
+    backend.use_kernels(WrongEpsilon())
+    shape = {dimension: SMALL[dimension] for dimension in drawn.dimensions} | {"layout": layout}
+    with pytest.raises(AssertionError, match=rf"^.* further off than rounding allows; .* within [\d.e-]+{end}$"):
+        check_problem(Lab(backend), backend.create_stream("s"), problem(drawn, shape, torch.float32, 0))
 
 
 @pytest.mark.slow

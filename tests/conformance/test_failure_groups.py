@@ -5,7 +5,8 @@ import io
 import pytest
 
 from conformance.test_mutants import command
-from outrider_conformance.reporting.causes import cause_line, grouped, ranked_causes, summary_lines
+from outrider.device import DeviceFault
+from outrider_conformance.reporting.causes import cause_line, diagnose, grouped, ranked_causes, summary_lines
 from outrider_conformance.run import conform
 
 
@@ -52,6 +53,21 @@ def test_a_member_that_no_verb_keeps_is_ranked_by_its_own_tests():
         ("Stream._wait", 1),
     ]
     assert ["checked by" in cause_line(cause) for cause in causes] == [True, True, False]
+
+
+def test_a_wait_that_raises_an_earlier_failure_is_no_suspect():
+    """A kernel failed in the queue, and the wait before the next test said so. The test of the kernel names the kernel."""
+    late = verdict("m::late", member="Event.synchronize_within") | {
+        "causes": diagnose(None, DeviceFault("a kernel failed")).causes
+    }
+    causes = ranked_causes([late, verdict("m::kernel", member="KernelSet.silu_mul")], {})
+    assert [cause["verb"] for cause in causes] == ["KernelSet.silu_mul"]
+
+
+def test_the_summary_says_how_to_see_the_other_errors():
+    tests = [verdict(f"m::t{letter}", reason=letter) | {"where": "", "causes": (), "alone": ""} for letter in "abcdefg"]
+    report = {"causes": [], "tests": tests, "failures": grouped(tests)}
+    assert summary_lines(report)[-1] == "2 more errors: --report DIR writes them all"
 
 
 MISSPELT = """

@@ -74,6 +74,8 @@ def test_it_is_complete(outrider, tmp_path, monkeypatch):
         for path in tree(place)
         if re.search(r"@(name|package|distribution|Class|interface_version|level|adapted)@", (place / path).read_text())
     ]
+    assert "a clone: Outrider isn't on PyPI" in (place / "README.md").read_text()
+    assert "Outrider isn't on PyPI: before this step" in (place / ".github/workflows/conformance.yml").read_text()
     assert left == [], "a placeholder wasn't filled in"
     assert sum(line.startswith("    check(") for line in (place / "tests/test_conformance.py").read_text().splitlines()) == 1
 

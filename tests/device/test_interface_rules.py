@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.device import (
+    Backend,
     CapabilityError,
     CaptureError,
     InterfaceError,
@@ -23,6 +24,14 @@ from outrider_cpu.backend import CpuBackend
 @pytest.fixture
 def backend():
     return CpuBackend()
+
+
+def test_a_declared_ability_without_its_method_is_named(backend):
+    stream = backend.create_stream("s")
+    with pytest.raises(
+        CapabilityError, match=r"perturbs_timing but its plugin has no _delay \('s'\); implement it, or don't"
+    ):
+        Backend._delay(backend, stream, 1)
 
 
 def test_generations_count_records(backend):

@@ -91,6 +91,7 @@ def test_a_plugin_that_changes_global_state_is_told_of(install, probe, monkeypat
         os.environ["CHIP_HOME"] = "there"
         sys.setrecursionlimit(12345)
         threading.Thread(target=threading.Event().wait, daemon=True).start()
+        print("chip 1.2 loaded")
         import torch
         torch.set_num_threads(torch.get_num_threads() + 1)
         torch.set_default_device("meta")
@@ -113,6 +114,7 @@ def test_a_plugin_that_changes_global_state_is_told_of(install, probe, monkeypat
         "the recursion limit",
         "the environment",
         "running threads",
+        "standard output (it prints)",
     )
     assert torch.get_num_threads() == threads
     assert found_in_child(install, "good", "import torch\n").changes == ()

@@ -66,6 +66,7 @@ def test_named_but_unusable(install):
 @pytest.mark.parametrize(
     ("info", "spec", "match"),
     [
+        ("", "chip", "OSError: device is busy; --debug shows the traceback"),
         ('advice="load the driver"', "chip:3", "OSError: device is busy; load the driver"),
         ("priority=50", "auto", r"device is busy.*it was probed; choose one with --backend"),
     ],
@@ -187,6 +188,17 @@ def test_a_registry_that_reads_once_sees_what_there_was(install):
     with pytest.raises(BackendNotFound, match="no backend.* named 'chop'"):
         registry.create("chop")
     assert registry.create("chip").given == (0, {})
+
+
+@pytest.mark.parametrize("group", ["outrider.backend", "outrider_backends", "Outrider.Backends"])
+def test_a_misspelt_group_is_named(install, outrider, group):
+    install("chip", group=group)
+    install("fast", group="outrider.kernels")  # a group of another kind is no mistake
+    (note,) = Registry().notes
+    assert "distribution 'outrider-chip' in " in note
+    assert f"has entry points in the group {group!r}, which Outrider doesn't read" in note
+    assert note in outrider("backends", "--json").json["notes"]
+    assert note in outrider("conform", "--backend", "chip", "--json").json["error"]["message"]
 
 
 def test_a_registry_sees_a_distribution_that_changes_in_place(install):

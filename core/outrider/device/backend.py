@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from outrider.device.kernels.kernelset import KernelSet
 
 _IGNORES_REPORTS = Observer()
+_DECLARED = "implement it, or don't declare the ability"
 
 
 class Backend(ABC):
@@ -524,14 +525,17 @@ class Backend(ABC):
         """Carry out :meth:`create_event` on the vendor's device."""
 
     def _create_flag(self, name: str) -> Flag:
-        raise CapabilityError(f"{self.label} declares flags but its plugin makes none ({name!r})")
+        raise CapabilityError(f"{self.label} declares flags but its plugin has no _create_flag ({name!r}); {_DECLARED}")
 
     @abstractmethod
     def _synchronize(self) -> None:
         """Carry out :meth:`synchronize` on the vendor's device."""
 
     def _delay(self, stream: Stream, cycles: int) -> None:
-        raise CapabilityError(f"{self.label} declares perturbs_timing but can't delay {stream.name!r} by {cycles}")
+        del cycles
+        raise CapabilityError(
+            f"{self.label} declares perturbs_timing but its plugin has no _delay ({stream.name!r}); {_DECLARED}"
+        )
 
     def _provoke_fault(self, stream: Stream) -> None:
         """Carry out :meth:`provoke_fault` on the vendor's device; optional."""
@@ -561,9 +565,11 @@ class Backend(ABC):
         self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
     ) -> Graph:
         del fn, context, stream, pool
-        raise CapabilityError(f"{self.label} declares captures_graphs but its plugin captures nothing ({name!r})")
+        raise CapabilityError(f"{self.label} declares captures_graphs but its plugin has no _capture ({name!r}); {_DECLARED}")
 
     def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
         """Carry out :meth:`create_group` on the vendor's device."""
         del ranks, rank, store, timeout_s
-        raise CapabilityError(f"{self.label} declares collectives but its plugin makes no group ({name!r})")
+        raise CapabilityError(
+            f"{self.label} declares collectives but its plugin has no _create_group ({name!r}); {_DECLARED}"
+        )

@@ -188,7 +188,7 @@ class Registry:
         backend: Backend = plugins.create(
             info,
             failure=f"backend {spec.name!r} is installed but device {spec.ordinal} couldn't be opened",
-            advice=info.advice or "run `outrider doctor`",
+            advice=info.advice or "--debug shows the traceback",
             ordinal=spec.ordinal,
             options=options,
         )

@@ -34,15 +34,16 @@ from outrider.errors import shown
 from outrider.registry.probing import PluginProbe, ProbeVerdict, in_child
 
 _ENTRY_POINTS_FILE = "entry_points.txt"
+_MISSPELT_SIMILARITY = 0.85  # 'outrider_backend' has 0.91 of 'outrider.backends', 'outrider.kernels' 0.79
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledEntryPoints:
-    """The entry points of one group in all installed distributions, and notes about unreadable ones."""
+    """The entry points of one group in all installed distributions, and notes about unreadable or misspelt ones."""
 
     entry_points: tuple[EntryPoint, ...]
     notes: tuple[str, ...] = ()
-    """One line for each distribution that can't be read."""
+    """One line for each distribution that can't be read, or whose group has almost this name."""
 
 
 def installed_entry_points(group: str) -> InstalledEntryPoints:
@@ -56,8 +57,14 @@ def installed_entry_points(group: str) -> InstalledEntryPoints:
     for distribution in importlib.metadata.distributions():
         try:
             lines = (distribution.read_text(_ENTRY_POINTS_FILE) or "").splitlines()
-            if any(line.strip() == f"[{group}]" for line in lines):
+            groups = [line.strip()[1:-1] for line in lines if line.startswith("[")]
+            if group in groups:
                 labels.setdefault(distribution.name, _label(distribution))
+            for close in get_close_matches(group, set(groups) - {group}, cutoff=_MISSPELT_SIMILARITY):
+                notes[
+                    f"{_label(distribution)} has entry points in the group {close!r}, which Outrider doesn't read; did you "
+                    f"mean {group!r}? Correct the group in its pyproject.toml and install it again"
+                ] = None
         except Exception as error:
             notes[f"{_label(distribution)} was passed over: {_cause(error)}"] = None
     entry_points: list[EntryPoint] = []

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ LIMIT_S = 10.0
 """Time limit for loading one plugin and calling its describing hook, in seconds."""
 
 _TRUSTED_DISTRIBUTION = "outrider"
-_PROBE_VERSION = 3  # part of the cache key; increase it when the child reports more effects
+_PROBE_VERSION = 4  # part of the cache key; increase it when the child reports more effects
 _MAX_FINGERPRINT_FILES = 2000  # a package with more files has no fingerprint
 _MAX_CACHE_ENTRIES = 500  # the cache drops the oldest entries
 _CHILD_CODE = (
@@ -221,9 +222,9 @@ def load_in_child(work: Mapping[str, Any], environment: Mapping[str, str]) -> No
     """
     end_with_parent()
     report = os.dup(1)
-    null_device = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null_device, 1)
-    os.dup2(null_device, 2)
+    with tempfile.TemporaryFile() as output:
+        os.dup2(output.fileno(), 1)  # the size of the file says whether a plugin prints
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def write_line(**line: object) -> None:
         os.write(report, (json.dumps(line) + "\n").encode())
@@ -292,7 +293,13 @@ def _effects(environment: Mapping[str, str]) -> dict[str, object]:
 
     The import path isn't part of the state, because the parent process sets it.
     """
-    return {"the environment": dict(environment), "running threads": threading.active_count()}
+    with suppress(Exception):  # a plugin may close or replace sys.stdout
+        sys.stdout.flush()
+    return {
+        "the environment": dict(environment),
+        "running threads": threading.active_count(),
+        "standard output (it prints)": os.fstat(1).st_size,
+    }
 
 
 def changed_state(before: Mapping[str, object], after: Mapping[str, object]) -> Sequence[str]:

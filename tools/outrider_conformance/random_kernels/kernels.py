@@ -75,7 +75,14 @@ def check_problem(
             f"the result {name!r} changes if an operand is overwritten after the call, so it's a view of the operand; return "
             "memory of its own"
         )
-    _check_results(problem, placed, results)
+    try:
+        _check_results(problem, placed, results)
+    except AssertionError as error:
+        strided = [name for name, one in placed.items() if not one.view.is_contiguous()]
+        if strided:
+            message, end, lines = str(error).partition("\n")
+            error.args = (f"{message}; not contiguous: {', '.join(strided)}{end}{lines}",)
+        raise
 
 
 def _without_operands(problem: Problem, made: Mapping[str, Tensor], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:

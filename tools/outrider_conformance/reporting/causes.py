@@ -72,7 +72,8 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "Event.synchronize_within": "`_synchronize_within` blocks for longer than its limit, or drops an error",
         "Fence": "the fence orders the host instead of the stream, or neither",
         "Flag": "set, wait or reset of the flag doesn't run in the stream's order",
-        "Graph": "a replay runs out of the stream's order, allocates new memory, or shares scratch memory with another graph",
+        "Graph": "a replay reads the contents of the capture instead of the current ones, runs out of the stream's order, "
+        "allocates new memory, or shares scratch memory with another graph",
         "Graph.update_params": "a rebind changes replays that are queued already, or no replay at all",
         "GraphPool": "two graphs use the same memory of the pool at the same time",
         "Group": "a collective runs out of the stream's order, mixes up ranks, roots or groups, or drops a peer's error",
@@ -93,15 +94,16 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "Stream.record": "the record completes before earlier work of the stream, or is made on another stream",
         "Stream.synchronize": "`_synchronize` returns before the queue is empty, or drops an error",
         "Stream.wait": "`_wait` isn't enqueued, waits for the event's latest record instead of the one at the call, or "
-        "blocks the host",
+        "blocks the host; or `_record` completes too early, which looks the same",
     }
 )
 """The usual cause of a broken promise, by the interface member that promises. A member without an entry uses its class's."""
 
+_WAITED = "earlier queued work failed: the call that raised here only waited for that work"
 _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
     (DeviceLost, "the device is lost: look for the first failure of the run, later failures follow from it"),
     (OutOfDeviceMemory, "memory is never freed, or another process uses the device too"),
-    (DeviceFault, "earlier queued work failed: the call that raised here only waited for that work"),
+    (DeviceFault, _WAITED),
     (CapabilityError, "the test needs an ability that the backend doesn't declare, or an operator that the device lacks"),
     (NotImplementedError, "the plugin doesn't implement a verb or an operator"),
     ((TypeError, AttributeError), "a verb has other parameters, or another result, than the backend interface requires"),
@@ -298,7 +300,8 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
     def suspects(test: Mapping[str, Any]) -> set[str]:
         if _PARAMETER.search(str(test["id"])):  # a test of the one verb that its parameter names
             return set(filter(None, [_promised(test)]))
-        return {*called.get(test["id"], ()), *filter(None, [_promised(test)])}
+        own = "" if _WAITED in test.get("causes", ()) else _promised(test)  # a wait is no suspect of an earlier failure
+        return {*called.get(test["id"], ()), *filter(None, [own])}
 
     by_passed = Counter(verb for test in tests if test["outcome"] == "passed" for verb in suspects(test))
     left = {test: suspects(entry) for test, entry in failed.items()}
@@ -373,7 +376,7 @@ def summary_lines(report: Mapping[str, Any]) -> list[str]:
         lines += [f"   likely cause: {cause}" for cause in first["causes"]]
         lines += [f"   alone: {first['alone']}"] if first["alone"] else []
     rest = len(report["failures"]) - _MAX_GROUPS
-    return [*lines, "", f"{rest} more errors: see the report"] if rest > 0 else lines
+    return [*lines, "", f"{rest} more errors: --report DIR writes them all"] if rest > 0 else lines
 
 
 def cause_line(cause: Mapping[str, Any]) -> str:

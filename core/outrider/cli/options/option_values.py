@@ -182,9 +182,9 @@ def installed_plugin(entry_points: str, *names: str, prefix: str = "", metavar: 
             name = parse_spec(given.removeprefix(prefix)).name
         except ConfigError as error:
             return str(error)
-        installed = sorted({point.name for point in installed_entry_points(entry_points).entry_points})
-        known = dict.fromkeys((*names, *installed))
-        return None if name in known else _expected(name, list(known))
+        installed = installed_entry_points(entry_points)
+        known = dict.fromkeys((*names, *sorted({point.name for point in installed.entry_points})))
+        return None if name in known else "; ".join((_expected(name, list(known)), *installed.notes))
 
     return Value(metavar, problem, names)
 
