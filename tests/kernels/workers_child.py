@@ -21,9 +21,8 @@ from outrider_triton.launch import compile_only, launch
 class Driver:
     """The part of a driver that a compilation asks, and a device that notes the kernels it gets."""
 
-    loaded: list = []  # noqa: RUF012
-
     def __init__(self):
+        self.loaded = []
         self.utils, self.launcher_cls = self, lambda source, metadata: metadata
         self.set_current_device = self.get_device_properties = lambda device: {"max_shared_mem": 227 << 10}
         self.load_binary = lambda name, *others: self.loaded.append(name) or (1, 2, 32, 0, 1024)
@@ -52,7 +51,8 @@ class Noted(subprocess.Popen):
 
 
 def main():
-    triton.runtime.driver.set_active(Driver())
+    driver = Driver()
+    triton.runtime.driver.set_active(driver)
     subprocess.Popen = Noted
     compiled, counts = [], []
     triton.knobs.compilation.listener = lambda *, src, cache_hit, **more: compiled.append((src.name, cache_hit))
@@ -66,7 +66,7 @@ def main():
                 launch(rows.silu_mul, (4, 1), *operands, pdl=True, PLANES=False, BLOCK=64)
         counts.append(len(Noted.started))
     running = sum(each.poll() is None for each in Noted.started)
-    print(json.dumps({"compiled": compiled, "workers": counts, "running": running, "loaded": Driver.loaded}))
+    print(json.dumps({"compiled": compiled, "workers": counts, "running": running, "loaded": driver.loaded}))
 
 
 if __name__ == "__main__":
