@@ -118,7 +118,9 @@ class PeerWork:
     @property
     def concurrent(self) -> int:
         """Maximum number of requests that arrive at once, of ``mixed`` at most 128."""
-        return max(min(len(requests), _MAX_MIXED if phase == "mixed" else 1 << 30) for phase, requests in self._all_requests)
+        return max(
+            min(len(requests), _MAX_MIXED) if phase == "mixed" else len(requests) for phase, requests in self._all_requests
+        )
 
     @property
     def shape_context(self) -> int:
