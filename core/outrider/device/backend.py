@@ -384,6 +384,12 @@ class Backend(ABC):
         """Return the open capture of the calling thread, or None."""
         return getattr(self._local, "capture", None)
 
+    @property
+    def is_rehearsing(self) -> bool:
+        """True if the calling thread runs the warm-up that precedes a capture."""
+        capture = self.active_capture
+        return capture is not None and capture.rehearsal
+
     @contextmanager
     def capturing(self, graph: Graph, stream: Stream) -> Generator[ActiveCapture]:
         """Mark the calling thread as capturing; a plugin's ``_capture`` opens this around the vendor's capture."""

@@ -309,28 +309,24 @@ class Flag(ABC):
 
     def set(self, stream: Stream) -> None:
         """Raise the flag after everything enqueued on ``stream`` so far. The set is lost if the flag is up by then."""
-        if self._rehearsing():
+        if self.backend.is_rehearsing:
             return
         self._set(stream)
         self.backend.listener.flag_set(stream, self)
 
     def wait(self, stream: Stream) -> None:
         """Hold ``stream`` until the flag is up. Never blocks the host. The stream hangs if the flag is never set."""
-        if self._rehearsing():
+        if self.backend.is_rehearsing:
             return
         self._wait(stream)
         self.backend.listener.flag_waited(stream, self)
 
     def reset(self, stream: Stream) -> None:
         """Lower the flag, in the order of ``stream``."""
-        if self._rehearsing():
+        if self.backend.is_rehearsing:
             return
         self._reset(stream)
         self.backend.listener.flag_reset(stream, self)
-
-    def _rehearsing(self) -> bool:
-        capture = self.backend.active_capture
-        return capture is not None and capture.rehearsal
 
     @abstractmethod
     def _set(self, stream: Stream) -> None:

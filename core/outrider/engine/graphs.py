@@ -43,12 +43,6 @@ def can_load_in_capture(parts: EngineParts) -> bool:
     return parts.model.kernels.loads_in_capture and parts.model.ranks.is_single
 
 
-def is_rehearsal(backend: Backend) -> bool:
-    """Return True during the run that precedes a capture."""
-    capture = backend.active_capture
-    return capture is not None and capture.rehearsal
-
-
 MIN_REQUESTS_SHORTER_DRAFT = 64
 """Minimum number of requests at which a shorter draft can be faster."""
 
@@ -293,7 +287,7 @@ class GraphRunner(Runner):
         known = self._loads_in_capture and not is_first
 
         def run(context: CaptureContext) -> None:
-            if known and is_rehearsal(backend):
+            if known and backend.is_rehearsing:
                 return
             # The stage reads its static buffers; only the host parameters come from the capture context.
             seq_lens = replace(nothing, captured=context.params) if exact else None

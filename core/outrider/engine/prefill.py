@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import CaptureContext, DeviceError, Graph, StepMode
-from outrider.engine.graphs import CaptureReport, can_load_in_capture, is_rehearsal, measure_captures
+from outrider.engine.graphs import CaptureReport, can_load_in_capture, measure_captures
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
@@ -289,7 +289,7 @@ class PrefillGraphs:
 
         def run(context: CaptureContext) -> None:
             del context
-            if known and is_rehearsal(self._backend):
+            if known and self._backend.is_rehearsing:
                 return
             inputs = prefill_inputs((), self._staging, segments, most=self._capacity, has_context=bucket.has_context)
             self._prefill.enqueue_chunks(inputs, BatchFeatures(sampling=True))
