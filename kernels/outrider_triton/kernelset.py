@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
@@ -345,9 +346,14 @@ class TritonKernels(FusedBlocks):
         """Compute attention over the cache's pages with an online softmax.
 
         Few queries split the cached tokens among programs. Prefill uses the kernel that was measured to be fastest for it.
+        Prompts and decoding requests in one batch are computed by a kernel each.
         """
         if not attends(q):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        if metadata.parts and self.attention.prompts.serves(q, metadata):
+            parts = zip(q.split([tokens for tokens, _ in metadata.parts]), metadata.parts, strict=True)
+            attend = partial(self.paged_attention, scale=scale, window=window)
+            return torch.cat([attend(rows, k_cache, v_cache, each) for rows, (_, each) in parts])
         call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
         self.attention.compile_variants(call, 0)
         if self.attention.prompts.serves(q, metadata):

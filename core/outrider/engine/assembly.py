@@ -98,14 +98,15 @@ class Assembly:
     def capture(self, progress: CaptureProgress | None) -> Runner:
         """Capture the graphs of the config: those of prefill, and those of the returned runner."""
         parts, stages = self._parts, self._stages
-        if parts.config.step_mode is StepMode.FUSED:
+        is_fused = parts.config.step_mode is StepMode.FUSED
+        if is_fused:
             runner: Runner = GraphRunner(parts, stages, [self._iteration], progress)
         elif parts.config.graphs:
             captured = (stages.draft, stages.verify, stages.extend)
             runner = GraphRunner(parts, stages, [each for each in captured if each.has_work(parts.proposer.nodes)], progress)
         else:
             runner = Runner(parts)
-        self.prefill.graphs = build_prefill_graphs(parts, self.prefill)
+        self.prefill.graphs = build_prefill_graphs(parts, self.prefill, self._iteration if is_fused else None)
         return runner
 
     def step(self, runner: Runner) -> IterationLauncher:

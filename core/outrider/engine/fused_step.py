@@ -3,6 +3,7 @@
     host:     stage inputs ─┐
     schedule: upload ── inputs_ready ─┐
     forward:  unpack · prefill · gather · draft · plan · verify · extend · stash ── shared_reads_done · results
+                       (or with verify, in one pass of the target)
     copy:     results of the iteration to the host
 
 The plan stream has no work. Schedule only uploads, and forward unpacks. So no edge to another stream lies between two graphs:
@@ -18,7 +19,7 @@ from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch
 from outrider.engine.stages import Iteration, build_frame
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.state.staging import Packer
+from outrider.engine.state.staging import Packer, PrefillBucket
 from outrider.engine.step import Step
 
 
@@ -55,13 +56,16 @@ class FusedStep(Step):
         with self._backend.on(streams.forward):
             self._input_upload.unpack(batch, packer, None if inputs_unchanged else entry)
 
-    def _decode(self, requested: Batch, entry: int) -> None:
-        """Replay the graph of the whole iteration on forward. An iteration with a guided request calls the stages in staged
-        mode instead.
+    def _decode(self, requested: Batch, bucket: PrefillBucket | None, entry: int) -> None:
+        """Replay the graph of the whole iteration on forward; that of ``bucket`` if it holds the iteration with prompts. An
+        iteration with a guided request calls the stages in staged mode instead.
         """
         if requested.features.guided:
-            super()._decode(requested, entry)
+            super()._decode(requested, bucket, entry)
             return
-        decode = self.decode_batch(self.runner, requested.launched, requested.features)
-        self.runner.run(self._iteration, decode, build_frame(self._parts.buffers, decode))
+        if bucket is not None and bucket.decoding and self.prefill.graphs is not None:
+            self.prefill.graphs.replay(bucket)
+        else:
+            decode = self.decode_batch(self.runner, requested.launched, requested.features)
+            self.runner.run(self._iteration, decode, build_frame(self._parts.buffers, decode))
         self._fences.shared_reads_done.signal(self._streams.forward)

@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, max_graph_tokens
+from outrider.engine.stages import DecodeBatch, Iteration, JoinedPrompts, TargetPass, build_frame
 from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
@@ -36,6 +37,17 @@ class PrefilledChunks:
     inputs: PrefillInputs
     first: Tensor
     extend: ExtendInputs | None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChunks:
+    """Staged prompt chunks, ready for the target's pass: its ``forward`` input, and the last rows, which may be ``kept``."""
+
+    inputs: PrefillInputs
+    features: BatchFeatures
+    forward: ForwardInput
+    kept: KeptRows
+    seq_lens_host: HostSeqLens | None
 
 
 class Prefill:
@@ -59,10 +71,12 @@ class Prefill:
         """Enqueue the target's pass over the chunks, which were staged for ``bucket``. Only the last chunk of a prompt
         publishes a length.
 
-        Returns the chunks that :meth:`extend` must pass to the draft; None if a replayed graph included the draft's pass.
+        Returns the chunks that :meth:`extend` must pass to the draft; None if a graph includes the draft's pass. A graph that
+        decodes, too, is not replayed here.
         """
         if bucket is not None and self.graphs is not None:
-            self.graphs.replay(bucket)
+            if not bucket.decoding:
+                self.graphs.replay(bucket)
             return None
         requests = tuple(chunk.request for chunk in batch.prefill)
         features = BatchFeatures.from_requests(requests)
@@ -78,6 +92,19 @@ class Prefill:
         """
         self._extend(self._fill(inputs, features, None))
 
+    def enqueue_joined(
+        self, inputs: PrefillInputs, features: BatchFeatures, iteration: Iteration, decode: DecodeBatch
+    ) -> None:
+        """Enqueue a whole iteration of ``decode``, whose verify computes the chunks of ``inputs`` in the same pass, for
+        capture; the draft's pass over the chunks comes last. Otherwise as :meth:`enqueue_chunks`.
+        """
+        chunks = self._prepare(inputs, features, None)
+        frame = build_frame(self._parts.buffers, decode)
+        frame.prompts = prompts = JoinedPrompts(replace(chunks.forward, kept=None), inputs.last)
+        iteration.run(decode, frame)
+        assert prompts.results is not None  # verify left them
+        self._extend(self._choose_first(chunks, prompts.results))
+
     def extend(self, filled: PrefilledChunks) -> None:
         """Enqueue the draft's pass over chunks that :meth:`launch` returned, on forward, and stash the relay that the next
         chunk or the first draft reads.
@@ -92,32 +119,48 @@ class Prefill:
         seq_lens_host: HostSeqLens | None,
         media: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> PrefilledChunks:
-        """Enqueue the target's pass. ``seq_lens_host`` is None during capture, see :meth:`enqueue_chunks`. ``media`` are
-        features [T, F] and the bool mask [T] of their tokens.
+        """Enqueue the target's pass and the choice of first tokens. Arguments: see :meth:`_prepare`."""
+        parts, chunks = self._parts, self._prepare(inputs, features, seq_lens_host, media)
+        layers = parts.proposer.aux_hidden_state_layers
+        hidden, aux_hidden_states = parts.model.forward_with_aux_hidden_states(chunks.forward, parts.cache, layers)
+        ends = hidden[inputs.last] if chunks.forward.kept is None else hidden
+        return self._choose_first(chunks, TargetPass(hidden, aux_hidden_states, parts.model.logits(ends)))
+
+    def _prepare(
+        self,
+        inputs: PrefillInputs,
+        features: BatchFeatures,
+        seq_lens_host: HostSeqLens | None,
+        media: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> PreparedChunks:
+        """Gather what the target's pass reads. ``seq_lens_host`` is None during capture, see :meth:`enqueue_chunks`.
+        ``media`` are features [T, F] and the bool mask [T] of their tokens.
         """
         parts = self._parts
-        model, rows, future, proposer = parts.model, parts.rows, parts.future, parts.proposer
-        tables = rows.tables.index_select(0, inputs.rows)
-        temperature = rows.temperature.index_select(0, inputs.rows)
-        seeds = rows.seeds.index_select(0, inputs.rows)
+        tables = parts.rows.tables.index_select(0, inputs.rows)
         attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
         if seq_lens_host is not None:
             attention = parts.attention.plan("prefill", attention, seq_lens_host, 0, self._forward)
         kept = KeptRows.last_of_each(attention, inputs.last)
-        flat = ForwardInput(
+        forward = ForwardInput(
             inputs.tokens,
             inputs.rope_positions,
             inputs.slots,
             attention,
             *media,
             prompt_lens=inputs.prompt_lens,
-            kept=None if proposer.reads_hidden else kept,
-            states=None if model.config.recurrent is None else StateInput(inputs.rows),
+            kept=None if parts.proposer.reads_hidden else kept,
+            states=None if parts.model.config.recurrent is None else StateInput(inputs.rows),
         )
-        layers = proposer.aux_hidden_state_layers
-        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, parts.cache, layers)
-        ends = hidden[inputs.last] if flat.kept is None else hidden
-        first = self._choose(features, inputs, model.logits(ends), temperature, seeds)
+        return PreparedChunks(inputs, features, forward, kept, seq_lens_host if self._exact else None)
+
+    def _choose_first(self, chunks: PreparedChunks, computed: TargetPass) -> PrefilledChunks:
+        """Enqueue the choice of first tokens from the logits [S, V] that the target ``computed``, and publish the lengths."""
+        parts, inputs, features = self._parts, chunks.inputs, chunks.features
+        rows, future, proposer = parts.rows, parts.future, parts.proposer
+        temperature = rows.temperature.index_select(0, inputs.rows)
+        seeds = rows.seeds.index_select(0, inputs.rows)
+        first = self._choose(features, inputs, computed.logits, temperature, seeds)
         parts.results.write_prefill(first)
         # Row 0 takes what an unfinished prompt must not publish.
         future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
@@ -126,16 +169,16 @@ class Prefill:
         # Padding writes once more what its owner writes, to the same place.
         own = first if inputs.owner is None else first.index_select(0, inputs.owner)
         following = inputs.following.index_copy(0, inputs.last, torch.where(inputs.final, own, inputs.following[inputs.last]))
-        axes = bool(model.config.rope.sections)
+        axes = bool(parts.model.config.rope.sections)
         extend = ExtendInputs(
             tokens=following,
-            hidden=hidden if proposer.reads_hidden else None,
-            aux_hidden_states=aux_hidden_states,
+            hidden=computed.hidden if proposer.reads_hidden else None,
+            aux_hidden_states=computed.aux_hidden_states,
             positions=inputs.positions,
             rope_positions=inputs.rope_positions,
             mrope_position_deltas=rows.mrope_position_deltas.index_select(0, inputs.rows) if axes else None,
             slots=inputs.slots,
-            attention=attention,
+            attention=chunks.forward.attention,
             last=inputs.last,
             next_positions=inputs.ends + 1,
             temperature=temperature,
@@ -145,11 +188,11 @@ class Prefill:
             relay=future.gather_relay(inputs.rows),
             continues=inputs.continues,
             prompt=inputs.tokens,
-            embeddings=media[0],
-            embedded=media[1],
+            embeddings=chunks.forward.embeddings,
+            embedded=chunks.forward.embedded,
             prompt_lens=inputs.prompt_lens,
-            kept=kept,
-            seq_lens_host=seq_lens_host if self._exact else None,
+            kept=chunks.kept,
+            seq_lens_host=chunks.seq_lens_host,
         )
         return PrefilledChunks(inputs, first, extend)
 
@@ -226,6 +269,14 @@ LEAST_WITHOUT_CONTEXT = 1024
 the keys and values of the chunks to contiguous memory.
 """
 MOST_SEQUENCES = 16
+MOST_JOINED_TOKENS = 2048
+"""Maximum number of prompt tokens that share a pass with decoding requests. A pass over more tokens takes so long that
+decoding before it hardly matters.
+"""
+JOINED_REQUESTS = (8, 16, 32, 48, 64)
+"""Numbers of decoding requests that share a pass with prompts. More are bound by the operations of their products, so that
+they gain nothing from weights that were read for prompts.
+"""
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
@@ -239,9 +290,12 @@ def token_buckets(most: int) -> tuple[int, ...]:
 class PrefillGraphs:
     """The graphs of prompt chunks, captured for every bucket at creation. They serve no batch that is too large, or that
     needs media, sampling options or log-probabilities.
+
+    With an ``iteration``, further graphs hold an iteration of greedy requests and prompt chunks, which share one pass of the
+    target: products read each weight once for both.
     """
 
-    def __init__(self, parts: EngineParts, prefill: Prefill, *, tokens: int) -> None:
+    def __init__(self, parts: EngineParts, prefill: Prefill, iteration: Iteration | None, *, tokens: int) -> None:
         self._backend = backend = parts.backend
         self._forward = parts.streams.forward
         self._prefill = prefill
@@ -251,14 +305,18 @@ class PrefillGraphs:
         self._loads_in_capture = can_load_in_capture(parts)
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
         self.buckets = token_buckets(tokens)
+        self._iteration, self._drafted = iteration, max(parts.lengths)
+        most = min(parts.config.max_requests, JOINED_REQUESTS[-1])
+        self._joined = () if iteration is None else (*(count for count in JOINED_REQUESTS if count < most), most)
         self._graphs: dict[PrefillBucket, Graph] = {}
         self._pool = backend.create_graph_pool("prefill")
         measured = measure_captures(backend)
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for size in reversed(self.buckets):
-            for has_context in (True, False) if size >= LEAST_WITHOUT_CONTEXT else (True,):
-                bucket = PrefillBucket(size, self.sequences, has_context)
-                self._graphs[bucket] = self._capture(bucket)
+            for decoding in (*reversed(self._joined), 0) if size <= MOST_JOINED_TOKENS else (0,):
+                for has_context in (True, False) if size >= LEAST_WITHOUT_CONTEXT else (True,):
+                    bucket = PrefillBucket(size, self.sequences, has_context, decoding)
+                    self._graphs[bucket] = self._capture(bucket)
         self.report = CaptureReport(len(self._graphs), self.buckets, *measured())
 
     def bucket(self, batch: Batch) -> PrefillBucket | None:
@@ -272,10 +330,21 @@ class PrefillGraphs:
             return None
         size = next(size for size in self.buckets if size >= tokens)
         has_context = size < LEAST_WITHOUT_CONTEXT or any(chunk.start > 0 for chunk in chunks)
-        return PrefillBucket(size, self.sequences, has_context)
+        return PrefillBucket(size, self.sequences, has_context, self._decoding(batch, size))
+
+    def _decoding(self, batch: Batch, size: int) -> int:
+        """Return the number of decoding requests in the graph that joins those of ``batch`` to ``size`` prompt tokens; 0 if
+        they decode in a graph of their own.
+        """
+        is_captured = batch.drafted == self._drafted and not batch.draft_lengths and size <= MOST_JOINED_TOKENS
+        if not batch.decode or not is_captured or batch.features != BatchFeatures():
+            return 0
+        return next((count for count in self._joined if count >= len(batch.decode)), 0)
 
     def replay(self, bucket: PrefillBucket) -> None:
-        """Replay the chunks, which were staged for ``bucket``, for the target and the draft."""
+        """Replay the chunks, which were staged for ``bucket``, for the target and the draft; also the iteration of a bucket
+        with decoding requests.
+        """
         self._graphs[bucket].replay(self._forward)
 
     def _capture(self, bucket: PrefillBucket) -> Graph:
@@ -284,18 +353,25 @@ class PrefillGraphs:
             segments = self._input_upload.stage_padding(bucket)  # warm-up and capture read the current contents
 
         # Products have the shapes of the other graph of this size; the kernels of attention don't depend on the size.
-        known = self._loads_in_capture or any(each.tokens == bucket.tokens for each in self._graphs)
-        known = known and any(each.has_context == bucket.has_context for each in self._graphs)
+        captured = [each for each in self._graphs if each.decoding == bucket.decoding]
+        known = self._loads_in_capture or any(each.tokens == bucket.tokens for each in captured)
+        known = known and any(each.has_context == bucket.has_context for each in captured)
 
         def run(context: CaptureContext) -> None:
             del context
             if known and self._backend.is_rehearsing:
                 return
             inputs = prefill_inputs((), self._staging, segments, most=self._capacity, has_context=bucket.has_context)
-            self._prefill.enqueue_chunks(inputs, BatchFeatures(sampling=True))
+            if self._iteration is not None and bucket.decoding:
+                count = bucket.decoding
+                decode = DecodeBatch(count, count, self._drafted, BatchFeatures(), self._capacity, captured=True)
+                self._prefill.enqueue_joined(inputs, BatchFeatures(sampling=True), self._iteration, decode)
+            else:
+                self._prefill.enqueue_chunks(inputs, BatchFeatures(sampling=True))
 
+        joined = f", {bucket.decoding} decoding" if bucket.decoding else ""
         return self._backend.capture(
-            f"prefill[{bucket.tokens}{'' if bucket.has_context else ', without context'}]",
+            f"prefill[{bucket.tokens}{'' if bucket.has_context else ', without context'}{joined}]",
             run,
             stream=self._forward,
             inputs={"staged": self._staging.view((0, max(end for _, end in segments.values())))},
@@ -326,12 +402,16 @@ def _max_chunk_tokens(parts: EngineParts) -> int:
     return min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
 
 
-def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs | None:
-    """Capture the graphs that replay short chunks of prompts. Returns None for an engine that calls every chunk."""
+def build_prefill_graphs(parts: EngineParts, prefill: Prefill, iteration: Iteration | None) -> PrefillGraphs | None:
+    """Capture the graphs that replay short chunks of prompts, alone and joined to a fused ``iteration``. Returns None for an
+    engine that calls every chunk.
+    """
     tokens = min(max_graph_tokens(parts.backend.capabilities), _max_chunk_tokens(parts))
     if not tokens or not _can_replay_prefill(parts):
         return None
-    return PrefillGraphs(parts, prefill, tokens=tokens)
+    # A tree's mask, and recurrent states that verify may take back, are for the tokens of drafts alone.
+    can_join = not parts.proposer.is_tree and not parts.states
+    return PrefillGraphs(parts, prefill, iteration if can_join else None, tokens=tokens)
 
 
 def stage_prompt_padding(parts: EngineParts) -> PrefillInputs | None:

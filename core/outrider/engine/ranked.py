@@ -186,5 +186,7 @@ class RankedStep:
             if batch.features.guided:  # no graph covers masks
                 return {**shape, "mode": "called", "bucket": len(batch.launched.decode)}
             shape["mode"] = str(self._parts.config.step_mode)
+            if replayed is not None and replayed.decoding:
+                return {**shape, "bucket": replayed.decoding}
             shape["bucket"] = self.step.decode_batch(self.step.runner, batch.launched, batch.features).bucket
         return shape

@@ -7,7 +7,7 @@ them as one stage.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,12 +61,36 @@ class DecodeBatch:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class TargetPass:
+    """Results of the target's pass over T tokens."""
+
+    hidden: Tensor
+    """Hidden states [T, H] after the final norm."""
+    aux_hidden_states: tuple[Tensor, ...]
+    """States [T, H] that the proposer reads."""
+    logits: Tensor
+    """Logits [N, V] of all tokens, or of those after which a token is chosen."""
+
+
+@dataclass(slots=True)
+class JoinedPrompts:
+    """Prompt chunks that verify computes in the same pass of the target, after the tokens of the draft."""
+
+    inputs: ForwardInput
+    """The T tokens of the chunks, padding included; without media and kept rows."""
+    last: Tensor
+    """The index of each chunk's last token among the T tokens, int64 [S]."""
+    results: TargetPass | None = None
+    """What verify leaves: logits [S, V] of the last tokens."""
+
+
 @dataclass(slots=True)
 class Frame:
     """The static buffers of one iteration, with the rows of the batch's own requests.
 
-    Addresses never change, so a stage that was captured over one frame serves every frame of its bucket. The last four fields
-    are host values that one stage leaves for later stages.
+    Addresses never change, so a stage that was captured over one frame serves every frame of its bucket. The last fields are
+    what one stage leaves for later stages, and prompts that share verify's pass.
     """
 
     inputs: DecodeInputs
@@ -82,6 +106,8 @@ class Frame:
     """Exact lengths of the bucket, if kernels plan attention on the host or attention takes host integers."""
     masks: Tensor | None = None
     """Token masks of guided requests, int32 [B, N, W]; None without one."""
+    prompts: JoinedPrompts | None = None
+    """Prompt chunks in the pass of verify; None if verify computes the draft alone."""
 
 
 def build_frame(buffers: StaticBuffers, batch: DecodeBatch) -> Frame:
@@ -341,14 +367,12 @@ class Verify(Stage):
     def _verify(self, batch: DecodeBatch, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...] | SideBySide]:
         """Verify, and return the hidden states where the model left them."""
         parts, inputs, outputs, features = self._parts, frame.inputs, frame.outputs, batch.features
-        model, kernels, results = parts.model, parts.model.kernels, parts.results
+        kernels, results = parts.model.kernels, parts.results
         forward, packed = self._forward_input(batch, frame), self._packed_tokens(batch, frame)
         if packed is not None:
             forward = packed.select(forward)
-        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(
-            forward, parts.cache, parts.proposer.aux_hidden_state_layers
-        )
-        logits = model.logits(hidden)
+        computed = self._run_target(forward) if frame.prompts is None else self._run_joined(forward, frame.prompts)
+        hidden, aux_hidden_states, logits = computed.hidden, computed.aux_hidden_states, computed.logits
         if packed is not None:
             logits = packed.unpack(logits, kernels)
             if parts.has_extend_work:
@@ -375,6 +399,32 @@ class Verify(Stage):
         if parts.has_extend_work and outputs.path is not None and path is not None:
             outputs.path.copy_(path)
         return hidden, aux_hidden_states
+
+    def _run_target(self, inputs: ForwardInput, chosen: Callable[[Tensor], Tensor] | None = None) -> TargetPass:
+        """Run the target over ``inputs``. Logits are of all hidden states, or of those that ``chosen`` returns of them."""
+        model, parts = self._parts.model, self._parts
+        layers = parts.proposer.aux_hidden_state_layers
+        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(inputs, parts.cache, layers)
+        return TargetPass(hidden, aux_hidden_states, model.logits(hidden if chosen is None else chosen(hidden)))
+
+    def _run_joined(self, inputs: ForwardInput, prompts: JoinedPrompts) -> TargetPass:
+        """Run the target over ``inputs`` and the chunks of ``prompts``. Leave the results of the chunks in ``prompts``, and
+        return the others.
+        """
+        count = inputs.tokens.shape[0]
+
+        def chosen(hidden: Tensor) -> Tensor:
+            return torch.cat((hidden[:count], hidden[count:].index_select(0, prompts.last)))
+
+        def part(rows: slice) -> TargetPass:
+            states = computed.aux_hidden_states
+            if states:
+                states = SideBySide(side_by_side(states)[rows], states[0].shape[-1])
+            return TargetPass(computed.hidden[rows], states, computed.logits[rows])
+
+        computed = self._run_target(ForwardInput.joined(inputs, prompts.inputs), chosen)
+        prompts.results = part(slice(count, None))
+        return part(slice(count))
 
     def _forward_input(self, batch: DecodeBatch, frame: Frame) -> ForwardInput:
         """Return the target's input: the tokens of the draft, after the last token of each request."""
@@ -647,6 +697,6 @@ class Iteration(Stage):
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Run the stages in order, on a frame whose attention has no plan: a replay has other lengths than the capture."""
-        batch, frame = replace(batch, fused=True), build_frame(self._buffers, batch)
+        batch, frame = replace(batch, fused=True), replace(build_frame(self._buffers, batch), prompts=frame.prompts)
         for stage in self.stages.on_device:
             stage.run(batch, frame)

@@ -86,11 +86,14 @@ class Step:
         if filled is not None:
             self.prefill.extend(filled)
         self._copy_states(packer, SAVED_STATES)
-        self._decode(requested, entry)
+        self._decode(requested, bucket, entry)
         return self._copy_results_to_host(requested, entry)
 
-    def _decode(self, requested: Batch, entry: int) -> None:
-        """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft."""
+    def _decode(self, requested: Batch, bucket: PrefillBucket | None, entry: int) -> None:
+        """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft.
+        ``bucket`` is that of prompts, whose graphs hold no stages in this mode.
+        """
+        del bucket
         streams, fences, stages, batch = self._streams, self._fences, self._stages, requested.launched
         lengths = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
         runner = self._eager_runner if requested.features.guided else self.runner

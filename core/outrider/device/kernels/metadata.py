@@ -5,7 +5,8 @@ results of tuning.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -95,6 +96,10 @@ class AttentionMetadata:
     a kernel may read the metadata at once. A kernel set that relies on this ensures that one kernel of each layer waits for
     all earlier kernels.
 
+    ``parts``: the batch divided into consecutive groups of sequences over consecutive tokens, as the number of tokens of each
+    group and the metadata of the group alone; empty if it isn't divided. All other fields describe the whole batch, so a
+    kernel set may ignore the parts, or compute each part by the kernel that suits it.
+
     ``shapes``: the attentions for which this batch is planned. ``plan``: the plan of ``KernelSet.plan_attention`` for this
     batch, if the library plans. Code that changes lengths or queries of a planned batch must remove both, since the plan
     is no longer valid.
@@ -113,6 +118,28 @@ class AttentionMetadata:
     host_context: tuple[int, ...] | None = None
     shapes: tuple[AttentionShape, ...] = ()
     settled: bool = False
+    parts: tuple[tuple[int, AttentionMetadata], ...] = ()
+
+    @classmethod
+    def joined(cls, *parts: tuple[int, AttentionMetadata]) -> AttentionMetadata:
+        """Return the metadata of a batch with ``parts``, enqueued on the current stream: the number of tokens of each part
+        with its metadata, causal and without plans. Only the last part may have padding tokens.
+        """
+        metadata = [each for _, each in parts]
+        first_tokens = accumulate((tokens for tokens, _ in parts[:-1]), initial=0)
+        starts = [each.query_start + first for each, first in zip(metadata, first_tokens, strict=True)]
+        return cls(
+            query_start=torch.cat([*(each[:-1] for each in starts[:-1]), starts[-1]]),
+            seq_lens=torch.cat([each.seq_lens for each in metadata]),
+            block_table=torch.cat([each.block_table for each in metadata]),
+            max_query=max(each.max_query for each in metadata),
+            max_kv=max(each.max_kv for each in metadata),
+            parts=parts,
+        )
+
+    def after_layer(self) -> AttentionMetadata:
+        """Return the metadata as ``settled``, with all parts."""
+        return replace(self, settled=True, parts=tuple((tokens, each.after_layer()) for tokens, each in self.parts))
 
 
 class RotaryArgs(NamedTuple):

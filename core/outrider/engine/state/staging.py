@@ -73,6 +73,8 @@ class PrefillBucket:
     sequences: int
     has_context: bool = True
     """False if no chunk has cached tokens before it."""
+    decoding: int = 0
+    """Number of decoding requests, padding included, whose iteration the graph holds as well; 0: none."""
 
 
 Staged = Callable[[str], Tensor]

@@ -64,6 +64,7 @@ class KeptRows:
                 host_query_start=None,
                 host_context=None,
                 shapes=(),
+                parts=(),
                 settled=False,  # the current layer has just written some of the cached tokens
             ),
         )
@@ -113,6 +114,18 @@ class ForwardInput:
     states: StateInput | None = None
     """State rows of each sequence; required by models with recurrent layers, None for others."""
 
+    @classmethod
+    def joined(cls, *batches: ForwardInput) -> ForwardInput:
+        """Return a batch with the tokens of ``batches`` in this order. They have only tokens, positions, slots and attention,
+        and only the last one may have padding tokens.
+        """
+        return cls(
+            torch.cat([each.tokens for each in batches]),
+            torch.cat([each.positions for each in batches], dim=-1),
+            torch.cat([each.slots for each in batches]),
+            AttentionMetadata.joined(*((each.tokens.shape[0], each.attention) for each in batches)),
+        )
+
     @property
     def whole(self) -> ForwardInput:
         """The batch without a selection of rows, as all layers but the last process it."""
@@ -124,7 +137,7 @@ class ForwardInput:
 
     def after_first_layer(self) -> ForwardInput:
         """Return the batch for all layers after the first one: its attention metadata is ``settled``."""
-        return replace(self, attention=replace(self.attention, settled=True))
+        return replace(self, attention=self.attention.after_layer())
 
     def attention_tokens(
         self, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], captured: tuple[Tensor, ...] = ()
