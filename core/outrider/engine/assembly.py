@@ -34,8 +34,8 @@ from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step
 
 _MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
-"""While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this
-many tokens together, for at most this many iterations.
+"""While at least this many requests (and half the rows) decode, and more than share a pass with prompts, new prompts wait for
+others to share a launch: up to this many tokens together, for at most this many iterations.
 """
 
 
@@ -127,7 +127,10 @@ class Assembly:
         parts, data = self._parts, self._ranks.data
         waits = parts.config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
         runs_ahead = parts.config.overlap and not waits
-        scheduler = _build_scheduler(parts, draft_length) if data is None else _build_groups(parts, data, draft_length)
+        joined = 0 if self.prefill.graphs is None else self.prefill.graphs.most_joined
+        scheduler = (
+            _build_scheduler(parts, draft_length, joined) if data is None else _build_groups(parts, data, draft_length)
+        )
         return Loop(parts, step, scheduler, watchdog, decision_log, runs_ahead=runs_ahead)
 
 
@@ -143,8 +146,8 @@ def _build_checkpoints(parts: EngineParts) -> StateCheckpoints | None:
     )
 
 
-def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Scheduler:
-    """Create a scheduler whose rows and pages are all free."""
+def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy, joined: int = 0) -> Scheduler:
+    """Create a scheduler whose rows and pages are all free. Up to ``joined`` decoding requests share a pass with prompts."""
     config, proposer = parts.config, parts.proposer
     return Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
@@ -161,7 +164,7 @@ def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Sch
             spare=parts.spare,
             prefill_chunk=config.prefill_chunk,
             token_budget=config.token_budget or config.max_requests * (proposer.nodes + 1) + config.prefill_chunk,
-            crowd=max(_MIN_DECODING_TO_GATHER, config.max_requests // 2),
+            crowd=max(_MIN_DECODING_TO_GATHER, config.max_requests // 2, joined + 1),
             gather_tokens=min(config.prefill_chunk, _MAX_GATHERED_TOKENS),
             gather_iterations=_MAX_GATHER_ITERATIONS,
         ),

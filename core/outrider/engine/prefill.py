@@ -270,12 +270,12 @@ the keys and values of the chunks to contiguous memory.
 """
 MOST_SEQUENCES = 16
 MOST_JOINED_TOKENS = 2048
-"""Maximum number of prompt tokens that share a pass with decoding requests. A pass over more tokens takes so long that
-decoding before it hardly matters.
+"""Maximum number of tokens of a pass over prompts and decoding requests. Reading the weights once less saves little of a
+longer pass.
 """
-JOINED_REQUESTS = (8, 16, 32, 48, 64)
-"""Numbers of decoding requests that share a pass with prompts. More are bound by the operations of their products, so that
-they gain nothing from weights that were read for prompts.
+JOINED_REQUESTS = (8, 16, 32, 64)
+"""Numbers of decoding requests that share a pass with prompts. The products of more are bound by operations, and gain nothing
+from weights that were read for prompts.
 """
 
 
@@ -306,17 +306,17 @@ class PrefillGraphs:
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
         self.buckets = token_buckets(tokens)
         self._iteration, self._drafted = iteration, max(parts.lengths)
-        most = min(parts.config.max_requests, JOINED_REQUESTS[-1])
-        self._joined = () if iteration is None else (*(count for count in JOINED_REQUESTS if count < most), most)
+        self._joined = () if iteration is None else self._joined_buckets(parts)
         self._graphs: dict[PrefillBucket, Graph] = {}
         self._pool = backend.create_graph_pool("prefill")
         measured = measure_captures(backend)
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for size in reversed(self.buckets):
-            for decoding in (*reversed(self._joined), 0) if size <= MOST_JOINED_TOKENS else (0,):
-                for has_context in (True, False) if size >= LEAST_WITHOUT_CONTEXT else (True,):
-                    bucket = PrefillBucket(size, self.sequences, has_context, decoding)
-                    self._graphs[bucket] = self._capture(bucket)
+            for has_context in (True, False) if size >= LEAST_WITHOUT_CONTEXT else (True,):
+                bucket = PrefillBucket(size, self.sequences, has_context)
+                self._graphs[bucket] = self._capture(bucket)
+        for bucket in reversed(self._joined):
+            self._graphs[bucket] = self._capture(bucket)
         self.report = CaptureReport(len(self._graphs), self.buckets, *measured())
 
     def bucket(self, batch: Batch) -> PrefillBucket | None:
@@ -328,18 +328,44 @@ class PrefillGraphs:
         features = BatchFeatures.from_requests(tuple(chunk.request for chunk in chunks))
         if not BatchFeatures(sampling=True).covers(features) or any(chunk.request.media is not None for chunk in chunks):
             return None
+        has_context = any(chunk.start > 0 for chunk in chunks)
+        joined = self._joined_bucket(batch, tokens, has_context=has_context)
+        if joined is not None:
+            return joined
         size = next(size for size in self.buckets if size >= tokens)
-        has_context = size < LEAST_WITHOUT_CONTEXT or any(chunk.start > 0 for chunk in chunks)
-        return PrefillBucket(size, self.sequences, has_context, self._decoding(batch, size))
+        return PrefillBucket(size, self.sequences, has_context or size < LEAST_WITHOUT_CONTEXT)
 
-    def _decoding(self, batch: Batch, size: int) -> int:
-        """Return the number of decoding requests in the graph that joins those of ``batch`` to ``size`` prompt tokens; 0 if
-        they decode in a graph of their own.
+    @property
+    def most_joined(self) -> int:
+        """Maximum number of decoding requests that share a pass with prompts; 0 if none do."""
+        return max((bucket.decoding for bucket in self._joined), default=0)
+
+    def _joined_buckets(self, parts: EngineParts) -> tuple[PrefillBucket, ...]:
+        """Return the buckets of prompts and decoding requests in one pass, which has as many tokens as prompts alone have in
+        their buckets: by number of decoding requests, then by tokens.
         """
-        is_captured = batch.drafted == self._drafted and not batch.draft_lengths and size <= MOST_JOINED_TOKENS
-        if not batch.decode or not is_captured or batch.features != BatchFeatures():
-            return 0
-        return next((count for count in self._joined if count >= len(batch.decode)), 0)
+        most = min(parts.config.max_requests, JOINED_REQUESTS[-1])
+        counts, sizes = (*(count for count in JOINED_REQUESTS if count < most), most), self.buckets
+        return tuple(
+            PrefillBucket(size - count * (self._drafted + 1), self.sequences, size < LEAST_WITHOUT_CONTEXT, count)
+            for count in counts
+            for size in sizes
+            if count * (self._drafted + 1) < size <= MOST_JOINED_TOKENS
+        )
+
+    def _joined_bucket(self, batch: Batch, tokens: int, *, has_context: bool) -> PrefillBucket | None:
+        """Return the smallest bucket that holds the decoding requests of ``batch`` and ``tokens`` tokens of its chunks; None
+        if each part has a graph of its own.
+        """
+        count = len(batch.decode)
+        if not count or batch.drafted != self._drafted or batch.draft_lengths or batch.features != BatchFeatures():
+            return None
+        large_enough = (
+            bucket
+            for bucket in self._joined
+            if bucket.decoding >= count and bucket.tokens >= tokens and (bucket.has_context or not has_context)
+        )
+        return next(large_enough, None)
 
     def replay(self, bucket: PrefillBucket) -> None:
         """Replay the chunks, which were staged for ``bucket``, for the target and the draft; also the iteration of a bucket
