@@ -273,8 +273,8 @@ MOST_JOINED_TOKENS = 2048
 """Maximum number of tokens of a pass over prompts and decoding requests. Reading the weights once less saves little of a
 longer pass.
 """
-JOINED_REQUESTS = (8, 16, 32, 64)
-"""Numbers of decoding requests that share a pass with prompts. The products of more are bound by operations, and gain nothing
+JOINED_REQUESTS = (8, 32)
+"""Numbers of decoding requests that share a pass with prompts. The products of more are bound by operations, and gain little
 from weights that were read for prompts.
 """
 
@@ -345,12 +345,13 @@ class PrefillGraphs:
         their buckets: by number of decoding requests, then by tokens.
         """
         most = min(parts.config.max_requests, JOINED_REQUESTS[-1])
-        counts, sizes = (*(count for count in JOINED_REQUESTS if count < most), most), self.buckets
+        counts, width = (*(count for count in JOINED_REQUESTS if count < most), most), self._drafted + 1
+        sizes = [size for size in self.buckets if size < 1024 or size % 512 == 0 and size <= MOST_JOINED_TOKENS]
         return tuple(
-            PrefillBucket(size - count * (self._drafted + 1), self.sequences, size < LEAST_WITHOUT_CONTEXT, count)
+            PrefillBucket(size - count * width, self.sequences, size < LEAST_WITHOUT_CONTEXT, count)
             for count in counts
             for size in sizes
-            if count * (self._drafted + 1) < size <= MOST_JOINED_TOKENS
+            if size > count * width
         )
 
     def _joined_bucket(self, batch: Batch, tokens: int, *, has_context: bool) -> PrefillBucket | None:
