@@ -11,7 +11,7 @@ from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.engine import prefill
 from outrider.engine.config import EngineConfig
 from outrider.engine.prefill import Prefill, token_buckets
-from outrider.engine.requests.batch import Batch, PrefillChunk
+from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.stages import Iteration
 from outrider.registry import get_backend
 from outrider_proof import tiny
@@ -72,6 +72,30 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     assert not report.findings
     assert {(bucket.tokens, bucket.has_context) for bucket, _ in found} == {(16, True), (40, True), (40, False)}
     assert max(count for _, count in found) > 2
+
+
+@pytest.mark.sample(2, per="speculate")
+@pytest.mark.parametrize("speculate", ["eagle", "none"])
+def test_prompts_and_decoding_requests_share_a_pass(bundle, tiny_tokens, speculate, monkeypatch):
+    """The same tokens in the same iterations as from calls, with chunks that begin prompts and chunks that continue them."""
+    prompts = prompts_of(tiny_tokens)
+    params = [SamplingParams(max_tokens=6 + i, ignore_eos=True) for i in range(len(prompts))]
+    monkeypatch.setattr(prefill, "LEAST_WITHOUT_CONTEXT", 40)
+    made, mixed = [], []
+    for size in (0, 40):
+        with watch(bundle.backend) as report:  # what is captured before isn't seen in replays
+            with replayed_prefill(size):
+                engine = bundle.engine(speculate=speculate, **SIZES, mode="fused")
+            found = noted_replays(monkeypatch)
+            tokens = [done.token_ids for done in engine.generate(prompts, params)]
+        assert not report.findings
+        made.append((tokens, engine.stats.iterations, engine.stats.verified_tokens))
+        mixed.append({bucket for bucket, _ in found if bucket.decoding})
+    assert made[0] == made[1]
+    width = 1 if speculate == "none" else 4
+    assert mixed[0] == set()
+    assert {(40 - 5 * width, False), (16 - width, True)} & {(each.tokens, each.has_context) for each in mixed[1]}
+    assert {each.decoding for each in mixed[1]} == {5}
 
 
 def test_prompts_of_a_hybrid_are_replayed_by_kernels_of_its_own(monkeypatch):
@@ -156,7 +180,7 @@ def test_a_shape_is_rehearsed_once(loads_in_capture, monkeypatch):
     kernels, only the first size; of iterations each kind of requests.
     """
     backend, found = get_backend("sim"), {"rehearsed": [], "captured": []}
-    iterations = {"rehearsed": [], "captured": []}
+    iterations, mixed = ({"rehearsed": [], "captured": []} for _ in range(2))
     capture, enqueue, iterate = backend._capture, Prefill.enqueue_chunks, Iteration.run
 
     def rehearsed(name, fn, context, stream, pool):
@@ -172,7 +196,7 @@ def test_a_shape_is_rehearsed_once(loads_in_capture, monkeypatch):
 
     def noted_iteration(self, batch, frame):
         which = "rehearsed" if backend.active_capture.rehearsal else "captured"
-        iterations[which].append((batch.bucket, batch.features))
+        (iterations if frame.prompts is None else mixed)[which].append((batch.bucket, batch.features))
         iterate(self, batch, frame)
 
     monkeypatch.setattr(backend, "_capture", rehearsed)
@@ -188,6 +212,37 @@ def test_a_shape_is_rehearsed_once(loads_in_capture, monkeypatch):
     of_largest = [(size, features) for size, features in iterations["captured"] if size == SIZES["max_requests"]]
     assert iterations["rehearsed"] == (of_largest if loads_in_capture else iterations["captured"])
     assert len(of_largest) == 3 < len(iterations["captured"])
+    assert mixed["captured"] == [(5, BatchFeatures())] * 2
+    assert mixed["rehearsed"] == [(5, BatchFeatures())] * (2 - loads_in_capture)
+
+
+def test_what_shares_no_pass(tiny64):
+    """A decoding request that samples, shorter drafts, draft lengths of each request, too many tokens, and trees."""
+    with replayed_prefill(40):
+        engine = tiny64.engine(mode="fused", **SIZES)
+        tree = tiny64.engine(mode="fused", speculate="tree", **SIZES)
+    engine.add_request([1] * 21, SamplingParams(max_tokens=1))
+    (request,) = engine._requests.values()
+
+    def decoding(tokens, which=engine, drafted=3, **more):
+        batch = Batch((PrefillChunk(request, 0, tokens),), (request,), (), (), drafted=drafted, **more)
+        return which._step.prefill.bucket(batch).decoding
+
+    assert [decoding(tokens) for tokens in (1, 20, 21)] == [5, 5, 0]
+    assert decoding(5, drafted=2) == 0
+    assert decoding(5, draft_lengths=(1,)) == 0
+    assert decoding(5, decode_features=BatchFeatures(sampling=True)) == 0
+    assert decoding(5, which=tree, drafted=tree._parts.proposer.nodes) == 0
+
+
+def test_new_prompts_wait_for_others_only_if_they_share_no_pass(tiny64):
+    """The scheduler gathers prompts beyond the requests that decode in one pass with them."""
+    crowds = []
+    for size in (0, 40):
+        with replayed_prefill(size):
+            engine = tiny64.engine(mode="fused", **{**SIZES, "max_requests": 12})
+        crowds.append(engine._loop.scheduler._limits.crowd)
+    assert crowds == [8, 9]
 
 
 @pytest.mark.parametrize("limited", [False, True])

@@ -347,3 +347,24 @@ def test_kernels_keep_it_beside_what_was_tuned(tmp_path):
     assert alone.attention.prompts._store is None
     assert (TunedStore(tmp_path, SMALL).home / "prompts" / "key-bfloat16.json").is_file()
     assert TritonKernels(SMALL).use_tuned(tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["apart", "together"])
+def test_prompts_beside_decoding_requests(dtype, kernels, device, monkeypatch):
+    """A kernel for each part where prompts have one of their own; the same result as from one kernel over both parts."""
+    q, k_cache, v_cache, whole = batch(4, 2, 16, new=(4, 4, 70, 9), context=(150, 9, 0, 17), padding=3)
+    starts, lens, table = (x.to(device) for x in (whole.query_start, whole.seq_lens, whole.block_table))
+    drafts = replace(whole, query_start=starts[:3], seq_lens=lens[:2], block_table=table[:2], max_query=4, uniform=True)
+    prompts = replace(whole, query_start=starts[2:] - 8, seq_lens=lens[2:], block_table=table[2:])
+    mixed = AttentionMetadata.concatenated((8, drafts), (q.shape[0] - 8, prompts))
+    assert mixed.query_start.tolist() == whole.query_start.tolist()
+    assert (mixed.max_query, mixed.max_kv) == (whole.max_query, whole.max_kv)
+    operands = [x.to(device, dtype) for x in (q, k_cache, v_cache)]
+    wide = [x.double().cpu() for x in operands]
+    wanted = REFERENCE.paged_attention(*wide, whole, scale=0.3)[:87]
+    found, attend = [], kernels.attention.prompts.attend
+    monkeypatch.setattr(kernels.attention.prompts, "attend", lambda call: found.append(call) or attend(call))
+    made = kernels.paged_attention(*operands, mixed.after_layer(), scale=0.3)
+    assert [call.q.shape[0] for call in found] == ([82] if dtype is torch.float16 else [])
+    assert all(call.metadata.settled for call in found)
+    torch.testing.assert_close(made[:87].double().cpu(), wanted, rtol=2e-3, atol=2e-3)

@@ -127,10 +127,8 @@ class Assembly:
         parts, data = self._parts, self._ranks.data
         waits = parts.config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
         runs_ahead = parts.config.overlap and not waits
-        joined = 0 if self.prefill.graphs is None else self.prefill.graphs.most_joined
-        scheduler = (
-            _build_scheduler(parts, draft_length, joined) if data is None else _build_groups(parts, data, draft_length)
-        )
+        mixed = 0 if self.prefill.graphs is None else self.prefill.graphs.most_mixed
+        scheduler = _build_scheduler(parts, draft_length, mixed) if data is None else _build_groups(parts, data, draft_length)
         return Loop(parts, step, scheduler, watchdog, decision_log, runs_ahead=runs_ahead)
 
 
@@ -146,8 +144,8 @@ def _build_checkpoints(parts: EngineParts) -> StateCheckpoints | None:
     )
 
 
-def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy, joined: int = 0) -> Scheduler:
-    """Create a scheduler whose rows and pages are all free. Up to ``joined`` decoding requests share a pass with prompts."""
+def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy, mixed: int = 0) -> Scheduler:
+    """Create a scheduler whose rows and pages are all free. At most ``mixed`` decoding requests share a pass with prompts."""
     config, proposer = parts.config, parts.proposer
     return Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
@@ -164,7 +162,7 @@ def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy, joined
             spare=parts.spare,
             prefill_chunk=config.prefill_chunk,
             token_budget=config.token_budget or config.max_requests * (proposer.nodes + 1) + config.prefill_chunk,
-            crowd=max(_MIN_DECODING_TO_GATHER, config.max_requests // 2, joined + 1),
+            crowd=max(_MIN_DECODING_TO_GATHER, config.max_requests // 2, mixed + 1),
             gather_tokens=min(config.prefill_chunk, _MAX_GATHERED_TOKENS),
             gather_iterations=_MAX_GATHER_ITERATIONS,
         ),

@@ -20,7 +20,7 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, max_graph_tokens
-from outrider.engine.stages import DecodeBatch, Iteration, JoinedPrompts, TargetPass, build_frame
+from outrider.engine.stages import DecodeBatch, Iteration, MixedPrompts, TargetPass, build_frame
 from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
@@ -92,7 +92,7 @@ class Prefill:
         """
         self._extend(self._fill(inputs, features, None))
 
-    def enqueue_joined(
+    def enqueue_mixed(
         self, inputs: PrefillInputs, features: BatchFeatures, iteration: Iteration, decode: DecodeBatch
     ) -> None:
         """Enqueue a whole iteration of ``decode``, whose verify computes the chunks of ``inputs`` in the same pass, for
@@ -100,7 +100,7 @@ class Prefill:
         """
         chunks = self._prepare(inputs, features, None)
         frame = build_frame(self._parts.buffers, decode)
-        frame.prompts = prompts = JoinedPrompts(replace(chunks.forward, kept=None), inputs.last)
+        frame.prompts = prompts = MixedPrompts(replace(chunks.forward, kept=None), inputs.last)
         iteration.run(decode, frame)
         assert prompts.results is not None  # verify left them
         self._extend(self._choose_first(chunks, prompts.results))
@@ -269,11 +269,11 @@ LEAST_WITHOUT_CONTEXT = 1024
 the keys and values of the chunks to contiguous memory.
 """
 MOST_SEQUENCES = 16
-MOST_JOINED_TOKENS = 2048
+MOST_MIXED_TOKENS = 2048
 """Maximum number of tokens of a pass over prompts and decoding requests. Reading the weights once less saves little of a
 longer pass.
 """
-JOINED_REQUESTS = (8, 32)
+MIXED_REQUESTS = (8, 32)
 """Numbers of decoding requests that share a pass with prompts. The products of more are bound by operations, and gain little
 from weights that were read for prompts.
 """
@@ -291,8 +291,8 @@ class PrefillGraphs:
     """The graphs of prompt chunks, captured for every bucket at creation. They serve no batch that is too large, or that
     needs media, sampling options or log-probabilities.
 
-    With an ``iteration``, further graphs hold an iteration of greedy requests and prompt chunks, which share one pass of the
-    target: products read each weight once for both.
+    With an ``iteration``, further graphs hold it for greedy requests, with prompt chunks in the same pass of the target:
+    products read each weight once for both (mixed batches).
     """
 
     def __init__(self, parts: EngineParts, prefill: Prefill, iteration: Iteration | None, *, tokens: int) -> None:
@@ -306,7 +306,7 @@ class PrefillGraphs:
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
         self.buckets = token_buckets(tokens)
         self._iteration, self._drafted = iteration, max(parts.lengths)
-        self._joined = () if iteration is None else self._joined_buckets(parts)
+        self._mixed = () if iteration is None else self._mixed_buckets(parts)
         self._graphs: dict[PrefillBucket, Graph] = {}
         self._pool = backend.create_graph_pool("prefill")
         measured = measure_captures(backend)
@@ -315,7 +315,7 @@ class PrefillGraphs:
             for has_context in (True, False) if size >= LEAST_WITHOUT_CONTEXT else (True,):
                 bucket = PrefillBucket(size, self.sequences, has_context)
                 self._graphs[bucket] = self._capture(bucket)
-        for bucket in reversed(self._joined):
+        for bucket in reversed(self._mixed):
             self._graphs[bucket] = self._capture(bucket)
         self.report = CaptureReport(len(self._graphs), self.buckets, *measured())
 
@@ -329,24 +329,26 @@ class PrefillGraphs:
         if not BatchFeatures(sampling=True).covers(features) or any(chunk.request.media is not None for chunk in chunks):
             return None
         has_context = any(chunk.start > 0 for chunk in chunks)
-        joined = self._joined_bucket(batch, tokens, has_context=has_context)
-        if joined is not None:
-            return joined
+        mixed = self._mixed_bucket(batch, tokens, has_context=has_context)
+        if mixed is not None:
+            return mixed
         size = next(size for size in self.buckets if size >= tokens)
         return PrefillBucket(size, self.sequences, has_context or size < LEAST_WITHOUT_CONTEXT)
 
     @property
-    def most_joined(self) -> int:
+    def most_mixed(self) -> int:
         """Maximum number of decoding requests that share a pass with prompts; 0 if none do."""
-        return max((bucket.decoding for bucket in self._joined), default=0)
+        return max((bucket.decoding for bucket in self._mixed), default=0)
 
-    def _joined_buckets(self, parts: EngineParts) -> tuple[PrefillBucket, ...]:
-        """Return the buckets of prompts and decoding requests in one pass, which has as many tokens as prompts alone have in
-        their buckets: by number of decoding requests, then by tokens.
+    def _mixed_buckets(self, parts: EngineParts) -> tuple[PrefillBucket, ...]:
+        """Return the buckets of prompts and decoding requests in one pass: by number of decoding requests, then by tokens.
+
+        Such a pass has as many tokens as prompts alone have in a bucket, since products of other sizes waste parts of their
+        tiles. Each graph takes time at start, so there are fewer sizes.
         """
-        most = min(parts.config.max_requests, JOINED_REQUESTS[-1])
-        counts, width = (*(count for count in JOINED_REQUESTS if count < most), most), self._drafted + 1
-        sizes = [size for size in self.buckets if size < 1024 or size % 512 == 0 and size <= MOST_JOINED_TOKENS]
+        most = min(parts.config.max_requests, MIXED_REQUESTS[-1])
+        counts, width = (*(count for count in MIXED_REQUESTS if count < most), most), self._drafted + 1
+        sizes = [size for size in self.buckets if size < 1024 or (size % 512 == 0 and size <= MOST_MIXED_TOKENS)]
         return tuple(
             PrefillBucket(size - count * width, self.sequences, size < LEAST_WITHOUT_CONTEXT, count)
             for count in counts
@@ -354,7 +356,7 @@ class PrefillGraphs:
             if size > count * width
         )
 
-    def _joined_bucket(self, batch: Batch, tokens: int, *, has_context: bool) -> PrefillBucket | None:
+    def _mixed_bucket(self, batch: Batch, tokens: int, *, has_context: bool) -> PrefillBucket | None:
         """Return the smallest bucket that holds the decoding requests of ``batch`` and ``tokens`` tokens of its chunks; None
         if each part has a graph of its own.
         """
@@ -363,7 +365,7 @@ class PrefillGraphs:
             return None
         large_enough = (
             bucket
-            for bucket in self._joined
+            for bucket in self._mixed
             if bucket.decoding >= count and bucket.tokens >= tokens and (bucket.has_context or not has_context)
         )
         return next(large_enough, None)
@@ -392,13 +394,13 @@ class PrefillGraphs:
             if self._iteration is not None and bucket.decoding:
                 count = bucket.decoding
                 decode = DecodeBatch(count, count, self._drafted, BatchFeatures(), self._capacity, captured=True)
-                self._prefill.enqueue_joined(inputs, BatchFeatures(sampling=True), self._iteration, decode)
+                self._prefill.enqueue_mixed(inputs, BatchFeatures(sampling=True), self._iteration, decode)
             else:
                 self._prefill.enqueue_chunks(inputs, BatchFeatures(sampling=True))
 
-        joined = f", {bucket.decoding} decoding" if bucket.decoding else ""
+        mixed = f", {bucket.decoding} decoding" if bucket.decoding else ""
         return self._backend.capture(
-            f"prefill[{bucket.tokens}{'' if bucket.has_context else ', without context'}{joined}]",
+            f"prefill[{bucket.tokens}{'' if bucket.has_context else ', without context'}{mixed}]",
             run,
             stream=self._forward,
             inputs={"staged": self._staging.view((0, max(end for _, end in segments.values())))},
@@ -430,7 +432,7 @@ def _max_chunk_tokens(parts: EngineParts) -> int:
 
 
 def build_prefill_graphs(parts: EngineParts, prefill: Prefill, iteration: Iteration | None) -> PrefillGraphs | None:
-    """Capture the graphs that replay short chunks of prompts, alone and joined to a fused ``iteration``. Returns None for an
+    """Capture the graphs that replay short chunks of prompts, alone and with a fused ``iteration``. Returns None for an
     engine that calls every chunk.
     """
     tokens = min(max_graph_tokens(parts.backend.capabilities), _max_chunk_tokens(parts))

@@ -74,7 +74,7 @@ class TargetPass:
 
 
 @dataclass(slots=True)
-class JoinedPrompts:
+class MixedPrompts:
     """Prompt chunks that verify computes in the same pass of the target, after the tokens of the draft."""
 
     inputs: ForwardInput
@@ -106,7 +106,7 @@ class Frame:
     """Exact lengths of the bucket, if kernels plan attention on the host or attention takes host integers."""
     masks: Tensor | None = None
     """Token masks of guided requests, int32 [B, N, W]; None without one."""
-    prompts: JoinedPrompts | None = None
+    prompts: MixedPrompts | None = None
     """Prompt chunks in the pass of verify; None if verify computes the draft alone."""
 
 
@@ -371,7 +371,7 @@ class Verify(Stage):
         forward, packed = self._forward_input(batch, frame), self._packed_tokens(batch, frame)
         if packed is not None:
             forward = packed.select(forward)
-        computed = self._run_target(forward) if frame.prompts is None else self._run_joined(forward, frame.prompts)
+        computed = self._run_target(forward) if frame.prompts is None else self._run_mixed(forward, frame.prompts)
         hidden, aux_hidden_states, logits = computed.hidden, computed.aux_hidden_states, computed.logits
         if packed is not None:
             logits = packed.unpack(logits, kernels)
@@ -407,7 +407,7 @@ class Verify(Stage):
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(inputs, parts.cache, layers)
         return TargetPass(hidden, aux_hidden_states, model.logits(hidden if chosen is None else chosen(hidden)))
 
-    def _run_joined(self, inputs: ForwardInput, prompts: JoinedPrompts) -> TargetPass:
+    def _run_mixed(self, inputs: ForwardInput, prompts: MixedPrompts) -> TargetPass:
         """Run the target over ``inputs`` and the chunks of ``prompts``. Leave the results of the chunks in ``prompts``, and
         return the others.
         """
@@ -422,7 +422,7 @@ class Verify(Stage):
                 states = SideBySide(side_by_side(states)[rows], states[0].shape[-1])
             return TargetPass(computed.hidden[rows], states, computed.logits[rows])
 
-        computed = self._run_target(ForwardInput.joined(inputs, prompts.inputs), chosen)
+        computed = self._run_target(ForwardInput.concatenated(inputs, prompts.inputs), chosen)
         prompts.results = part(slice(count, None))
         return part(slice(count))
 

@@ -49,7 +49,8 @@ class PagedBatch:
     """Operands of sequences that may grow by ``room`` tokens. Keys and values after that, and in page 0, are NaN.
 
     ``new`` and ``context`` are each sequence's new tokens and cached tokens before them, ``padding`` the rows after all
-    sequences.
+    sequences. ``decoding``: the number of sequences in the first of two parts, which have equally many new tokens; 0: the
+    batch isn't divided.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class PagedBatch:
         tree: bool = False,
         window: int = 0,
         padding: int = 0,
+        decoding: int = 0,
     ) -> None:
-        self.lab, self.stream, self.new, self.window = lab, stream, tuple(new), window
+        self.lab, self.stream, self.new, self.window, self.decoding = lab, stream, tuple(new), window, decoding
         self.dtype, self.page_size, self.uniform = dtype, page_size, len(set(new)) == 1 and not padding
         draw = torch.Generator().manual_seed(11)
         lengths = torch.tensor(self.lengths(context), dtype=torch.int32)
@@ -110,7 +112,7 @@ class PagedBatch:
 
     def metadata(self, o: Operands, context: Sequence[int] | None = None) -> AttentionMetadata:
         """Return the metadata of the operands ``o``, with host lengths if ``context`` is given."""
-        return AttentionMetadata(
+        whole = AttentionMetadata(
             query_start=o["query_start"],
             seq_lens=o["seq_lens"],
             block_table=o["block_table"],
@@ -120,6 +122,25 @@ class PagedBatch:
             uniform=self.uniform,
             seq_lens_host=None if context is None else HostParam(_LENGTHS, self.lengths(context)),
         )
+        if not self.decoding or context is not None:  # the engine divides no batch with host lengths
+            return whole
+        parts = self._part(whole, 0, self.decoding), self._part(whole, self.decoding, len(self.new))
+        return replace(whole, parts=parts)
+
+    def _part(self, whole: AttentionMetadata, begin: int, end: int) -> tuple[int, AttentionMetadata]:
+        """Return the number of tokens and the metadata of the sequences from ``begin`` to before ``end``. Padding belongs to
+        the last sequences.
+        """
+        part = replace(
+            whole,
+            query_start=whole.query_start[begin : end + 1] - self.starts[begin],
+            seq_lens=whole.seq_lens[begin:end],
+            block_table=whole.block_table[begin:end],
+            max_query=max(self.new[begin:end]),
+            uniform=begin == 0,
+        )
+        last_token = self.made["q"].shape[0] if end == len(self.new) else self.starts[end]
+        return last_token - self.starts[begin], part
 
     def grown(self, context: Sequence[int]) -> AttentionMetadata:
         """Copy the lengths for ``context`` to the device on the stream, and return the metadata of the batch; with host
@@ -210,6 +231,8 @@ class BatchShape(NamedTuple):
     tree: bool = False
     window: int = 0
     padding: int = 0
+    decoding: int = 0
+    """Number of sequences in the first of two parts, see :class:`PagedBatch`."""
 
 
 SHAPES: Mapping[str, BatchShape] = MappingProxyType(
@@ -220,6 +243,7 @@ SHAPES: Mapping[str, BatchShape] = MappingProxyType(
         "a window": BatchShape((3, 3), (0.3, 1.2), window=9),
         "a ragged prompt": BatchShape((7, 1, 20), (0.0, 0.25, 1.0)),
         "padding": BatchShape((3, 2), (0.1, 1.0), padding=3),
+        "prompts beside decoding": BatchShape((4, 4, 70, 20), (0.5, 1.9, 0.0, 1.0), padding=3, decoding=2),
     }
 )
 
@@ -228,14 +252,24 @@ def paged_batch(lab: Lab, shape: str, dtype: torch.dtype | None = None) -> Paged
     """Return a batch of :data:`SHAPES` on a new stream, with the preferred page size, and ``dtype`` or the first preferred
     dtype. Its contexts grow and shrink.
     """
-    new, pages, tree, window, padding = SHAPES[shape]
+    new, pages, tree, window, padding, decoding = SHAPES[shape]
     size = lab.backend.capabilities.page_size
     context = [int(count * size) for count in pages]
     (stream,) = lab.streams("s")
     room = max(_GROWTHS) + 1  # a second pass of a graph has one token more
     dtype = dtype or preferred_dtypes(lab.backend)[0]
     batch = PagedBatch(
-        lab, stream, new, context, dtype=dtype, page_size=size, room=room, tree=tree, window=window, padding=padding
+        lab,
+        stream,
+        new,
+        context,
+        dtype=dtype,
+        page_size=size,
+        room=room,
+        tree=tree,
+        window=window,
+        padding=padding,
+        decoding=decoding,
     )
     batch.contexts = [[tokens + more for tokens in context] for more in _GROWTHS]
     return batch

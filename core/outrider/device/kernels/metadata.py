@@ -121,7 +121,7 @@ class AttentionMetadata:
     parts: tuple[tuple[int, AttentionMetadata], ...] = ()
 
     @classmethod
-    def joined(cls, *parts: tuple[int, AttentionMetadata]) -> AttentionMetadata:
+    def concatenated(cls, *parts: tuple[int, AttentionMetadata]) -> AttentionMetadata:
         """Return the metadata of a batch with ``parts``, enqueued on the current stream: the number of tokens of each part
         with its metadata, causal and without plans. Only the last part may have padding tokens.
         """

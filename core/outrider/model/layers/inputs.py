@@ -115,7 +115,7 @@ class ForwardInput:
     """State rows of each sequence; required by models with recurrent layers, None for others."""
 
     @classmethod
-    def joined(cls, *batches: ForwardInput) -> ForwardInput:
+    def concatenated(cls, *batches: ForwardInput) -> ForwardInput:
         """Return a batch with the tokens of ``batches`` in this order. They have only tokens, positions, slots and attention,
         and only the last one may have padding tokens.
         """
@@ -123,7 +123,7 @@ class ForwardInput:
             torch.cat([each.tokens for each in batches]),
             torch.cat([each.positions for each in batches], dim=-1),
             torch.cat([each.slots for each in batches]),
-            AttentionMetadata.joined(*((each.tokens.shape[0], each.attention) for each in batches)),
+            AttentionMetadata.concatenated(*((each.tokens.shape[0], each.attention) for each in batches)),
         )
 
     @property
