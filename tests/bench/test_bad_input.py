@@ -69,7 +69,6 @@ serve --url localhost:8000 --model m | --url is 'localhost:8000'; expected where
 serve --url https://a --model m | without TLS
 serve --url http://a:port --model m | --url is 'http://a:port'
 serve --url '' --model m | --url is empty
-serve --url http://a --model m --tokenizer . | --generator vllm and --tokenizer DIR go together
 serve --model m | --model is what a server at --url calls its model
 serve --logs /proc/x | --logs is '/proc/x', and no files can be written there
 peers --quantize fp8 | --quantize is for outrider and vllm, not for transformers

@@ -1,28 +1,21 @@
 """Load on a server of OpenAI's API: a fixed number of clients, each of which sends its next request after its last answer.
 
-The project's own load and vLLM's ``bench serve`` are available. Both run in processes of their own, so that measuring
-doesn't slow the server down.
+The load runs in processes of its own, so that measuring doesn't slow the server down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.registry.children import child_session
-from outrider_bench.child import BenchFailed, how_it_ended, printed_lines, run_child
+from outrider_bench.child import BenchFailed, run_child
 from outrider_bench.load import StreamedAnswer
 
 _VOCABULARY = 400
@@ -32,7 +25,6 @@ _LOAD_LIMIT_S = 900.0
 _MAX_LINE_BYTES = 1 << 22
 _MAX_PROCESSES = 4
 _CLIENTS_PER_PROCESS = 8
-_PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,78 +183,3 @@ def answer_part(work: Mapping[str, Any]) -> dict[str, object]:
     else:
         answers = asyncio.run(part)
     return {"answers": [asdict(each) for each in answers]}
-
-
-# -- vLLM's load generator ---------------------------------------------------------------------------------------------
-
-
-def run_vllm_bench(load: HttpLoad, tokenizer: Path, *, limit_s: float = _LOAD_LIMIT_S) -> dict[str, Any]:
-    """Run vLLM's generator and return the figures of :func:`~outrider_bench.load.summarize`; one round warms up.
-
-    The generator makes random prompts of ``load.prompt_tokens`` tokens with ``tokenizer`` (a directory) and sends them as
-    text, ``load.rounds`` times ``load.clients`` requests. Raises :class:`BenchFailed` if the generator doesn't run
-    or a request fails.
-    """
-    if find_spec("vllm") is None:
-        raise BenchFailed("vLLM isn't installed here: its load generator can't run; use --generator own, or install vllm")
-    with tempfile.TemporaryDirectory(prefix="outrider-load-") as directory, tempfile.TemporaryFile() as output:
-        result = Path(directory) / "result.json"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *vllm_arguments(load, tokenizer, result)]
-        with child_session(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
-            try:
-                code = child.wait(timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                raise BenchFailed(f"vLLM's load generator wasn't done within {limit_s:g} s") from None
-        if code or not result.exists():
-            raise BenchFailed(how_it_ended("vLLM's load generator", code, printed_lines(output)))
-        return read_vllm_figures(json.loads(result.read_text(encoding="utf-8")))
-
-
-def vllm_arguments(load: HttpLoad, tokenizer: Path, result: Path) -> list[str]:
-    """Return the arguments of ``vllm``: random prompts, greedy, full lengths; the figures go to the file ``result``."""
-    options = {
-        "backend": "openai",
-        "base-url": load.url,
-        "endpoint": "/v1/completions",
-        "model": load.model,
-        "tokenizer": tokenizer,
-        "dataset-name": "random",
-        "random-input-len": load.prompt_tokens,
-        "random-output-len": load.new_tokens,
-        "random-range-ratio": 0,
-        "num-prompts": load.clients * load.rounds,
-        "max-concurrency": load.clients,
-        "num-warmups": load.clients,
-        "seed": load.seed,
-        "temperature": 0,
-        "percentile-metrics": "ttft,tpot,itl",
-        "metric-percentiles": ",".join(map(str, _PERCENTILES)),
-        "result-dir": result.parent,
-        "result-filename": result.name,
-    }
-    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return ["bench", "serve", *given, "--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
-
-
-def read_vllm_figures(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generator's figures under the names of :func:`~outrider_bench.load.summarize`.
-
-    Raises :class:`BenchFailed` if a request failed.
-    """
-    if found["failed"] or not found["completed"]:
-        why = next((error for error in found.get("errors", ()) if error), "it says nothing more")
-        raise BenchFailed(f"{found['failed']} of {found['failed'] + found['completed']} requests failed: {str(why)[:400]}")
-
-    def percentiles(name: str) -> dict[str, float]:
-        return {f"p{share}": float(found[f"p{share}_{name}_ms"]) for share in _PERCENTILES}
-
-    return {
-        "requests": found["completed"],
-        "tokens": found["total_output_tokens"],
-        "seconds": found["duration"],
-        "tokens_per_s": found["output_throughput"],
-        "first_token_ms": percentiles("ttft"),
-        "between_outputs_ms": percentiles("itl"),
-        "a_token_ms": percentiles("tpot"),
-        "tokens_an_output": found["total_output_tokens"] / (found["completed"] + sum(len(gaps) for gaps in found["itls"])),
-    }

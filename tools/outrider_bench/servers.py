@@ -84,8 +84,8 @@ def run_on_engine(engine: Engine, load: HttpLoad) -> list[StreamedAnswer]:
 
 
 @contextmanager
-def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: float) -> Generator[tuple[str, Path]]:
-    """Run a server of ``engine`` in a process of its own until the scope ends. Yields its URL and its tokenizer's directory.
+def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: float) -> Generator[str]:
+    """Run a server of ``engine`` in a process of its own until the scope ends. Yields its URL.
 
     The server's output goes to a file in ``directory``. Raises :class:`BenchFailed` if the server doesn't start.
     """
@@ -101,7 +101,7 @@ def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: f
         with child_session(command, environment=os.environ.copy(), stdout=output, stderr=output) as child:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, child, log, limit_s)
-            yield url, target
+            yield url
 
 
 def serve_random_weights(work: Mapping[str, Any]) -> None:

@@ -21,7 +21,6 @@ from outrider.cli.options.option_values import (
     BackendOption,
     UsageError,
     number,
-    one_of,
     option,
     text,
     whole,
@@ -30,7 +29,7 @@ from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import CommandReport, note
 from outrider.device.errors import ConfigError
 from outrider_bench.child import BenchFailed, run_child
-from outrider_bench.http_load import HttpLoad, run_clients, run_vllm_bench
+from outrider_bench.http_load import HttpLoad, run_clients
 from outrider_bench.load import summarize
 from outrider_bench.options import (
     SIZES,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from outrider_bench.servers import ServerSetup
 
 _ENGINES = ("bare", "outrider", "vllm")
-_GENERATORS = ("own", "vllm")
 _START_LIMIT_S = 900.0
 _SEEDS = 1 << 18
 
@@ -91,13 +89,6 @@ def serve(
     *,
     url: Annotated[str | None, option("--url", value=text("URL"), help="Measure this running server and start none.")] = None,
     model: Annotated[str | None, option("--model", value=text("NAME"), help="With --url: the name of the model.")] = None,
-    generator: Annotated[
-        str,
-        option("--generator", value=one_of(*_GENERATORS), help="Load generator: own, or bench serve of an installed vLLM."),
-    ] = "own",
-    tokenizer: Annotated[
-        Path | None, option("--tokenizer", value=DIRECTORY, help="With --url and --generator vllm: the model's tokenizer.")
-    ] = None,
     engines: Annotated[
         str, option("--engines", value=some_of(*_ENGINES), help="Engines to start and measure, one after the other.")
     ] = "bare,outrider",
@@ -117,8 +108,7 @@ def serve(
     """Measure streams over HTTP: tokens a second, time to the first token and between tokens.
 
     Each client sends its next request when its last one has ended. One round runs first, unmeasured. ``bare`` is the same
-    load on the engine in its own thread: the difference is the cost of the server. With ``--generator vllm`` vLLM's generator
-    sends and reads the requests; ``bare`` has no server and gets the same lengths and numbers from the project's generator.
+    load on the engine in its own thread: the difference is the cost of the server.
     """
     sizes = parse_sizes(concurrency)
     load = HttpLoad(
@@ -137,17 +127,12 @@ def serve(
         "seed": load.seed,
         "concurrency": sizes,
         "shape": None if url else options.shape,
-        "generator": generator,
     }
     if url is not None:
         if model is None:
             raise UsageError("--url needs --model NAME: what the server calls its model")
-        if (generator == "vllm") != (tokenizer is not None):
-            raise UsageError("--generator vllm and --tokenizer DIR go together: it makes prompts from the model's vocabulary")
         load = replace(load, url=_server_url(url), model=model)
-        return _report({**data, "model": model, "engines": [{"engine": url, **_results(url, load, sizes, tokenizer)}]})
-    if tokenizer is not None:
-        raise UsageError("--tokenizer goes with --url; servers that are started here have a tokenizer of their own")
+        return _report({**data, "model": model, "engines": [{"engine": url, **_results(url, load, sizes)}]})
     if model is not None:
         raise UsageError("--model is what a server at --url calls its model; servers that are started here have --shape")
     names = parse_names(engines, _ENGINES)
@@ -156,15 +141,13 @@ def serve(
         check_directory("--logs", logs)
     with TemporaryDirectory(prefix="outrider-bench-") as directory:
         where = logs or Path(directory)
-        found = [_measured(name, setup, load, sizes, where, limit, generator) for name in names]
+        found = [_measured(name, setup, load, sizes, where, limit) for name in names]
     sizes_of = {name: value for name, value in asdict(setup).items() if name != "model"}
     drafts = {name: getattr(setup.model, name) for name in ("speculate", "draft_tokens", "accept_length")}
     return _report({**data, **drafts, **sizes_of, "engines": found})
 
 
-def _measured(
-    name: str, setup: ServerSetup, load: HttpLoad, sizes: list[int], logs: Path, limit: float, generator: str
-) -> dict[str, Any]:
+def _measured(name: str, setup: ServerSetup, load: HttpLoad, sizes: list[int], logs: Path, limit: float) -> dict[str, Any]:
     """Return the measured results of one engine, or the reason of its failure."""
     from outrider_bench.servers import start_server
 
@@ -176,24 +159,19 @@ def _measured(
             for row in found["results"]:
                 _note_row(name, row)
             return {"engine": name, **found}
-        with start_server(name, setup, directory=logs, limit_s=limit) as (url, directory):
+        with start_server(name, setup, directory=logs, limit_s=limit) as url:
             start_s = time.monotonic() - began
-            tokenizer = directory if generator == "vllm" else None
-            return {
-                "engine": name,
-                "start_s": start_s,
-                **_results(name, replace(load, url=url), sizes, tokenizer),
-            }
+            return {"engine": name, "start_s": start_s, **_results(name, replace(load, url=url), sizes)}
     except BenchFailed as failed:
         return {"engine": name, "failed": str(failed), "results": []}
 
 
-def _results(name: str, load: HttpLoad, sizes: list[int], tokenizer: Path | None) -> dict[str, Any]:
+def _results(name: str, load: HttpLoad, sizes: list[int]) -> dict[str, Any]:
     """Return the measured results for each number of clients up to the first failure, and the reason of the failure."""
     results: list[dict[str, Any]] = []
     try:
         for number, size in enumerate(sizes, 1):
-            results.append(_measured_over_http(name, load.with_clients(size, number=number), tokenizer))
+            results.append(_measured_over_http(name, load.with_clients(size, number=number)))
     except BenchFailed as failed:
         return {"failed": str(failed), "results": results}
     return {"results": results}
@@ -213,14 +191,10 @@ def _server_url(text: str) -> str:
     return f"http://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def _measured_over_http(name: str, load: HttpLoad, tokenizer: Path | None) -> dict[str, Any]:
-    """Warm up a server and measure it over HTTP; with a ``tokenizer``, vLLM's load generator sends the requests."""
-    if tokenizer is not None:
-        found = run_vllm_bench(load, tokenizer)
-    else:
-        run_clients(load.warm_up)
-        found = summarize(run_clients(load))
-    row = {"concurrency": load.clients, **found}
+def _measured_over_http(name: str, load: HttpLoad) -> dict[str, Any]:
+    """Warm up a server and measure it over HTTP."""
+    run_clients(load.warm_up)
+    row = {"concurrency": load.clients, **summarize(run_clients(load))}
     _note_row(name, row)
     return row
 
