@@ -2,13 +2,15 @@
 
 import copy
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
 
+from outrider.device import ConfigError
 from outrider_conformance.reporting.page import FILES, badge, junit, page
 from outrider_conformance.reporting.report import levels_of, seal, verify
-from outrider_conformance.reporting.verdict import text_of
+from outrider_conformance.reporting.verdict import read_waivers, text_of
 from outrider_conformance.run import passed
 from outrider_trace.picture import prose
 
@@ -29,6 +31,26 @@ def test_the_command_checks_a_file_and_its_directory(cpu_run, outrider):
     missing = outrider("conform", "--verify", str(directory / "other"))
     assert missing.code == 2
     assert "there is no such report" in missing.err
+
+
+BAD = [(b"\x8e\xff", "not UTF-8 text"), (b"[" * 100_000, "recursion"), (None, "no such report"), ("/dev/zero", "MiB")]
+
+
+@pytest.mark.parametrize(("content", "said"), BAD, ids=["binary", "deep", "a directory", "without an end"])
+def test_files_that_hold_anything_else_are_named(outrider, content, said, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider_conformance.reporting.report.MOST_BYTES", 1 << 20)
+    file = tmp_path / "x.json"
+    if content is None:
+        file.mkdir()
+    elif isinstance(content, str):
+        file.symlink_to(content)
+    else:
+        file.write_bytes(content)
+    result = outrider("conform", "--verify", str(file), "--json")
+    assert (result.code, result.json["error"]["type"]) in ((1, "ConfigError"), (2, "UsageError")), result.out
+    assert re.search(said, result.json["error"]["message"])
+    with pytest.raises(ConfigError):
+        read_waivers(file)
 
 
 def test_a_report_says_what_ran(cpu_run):

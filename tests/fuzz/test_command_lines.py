@@ -24,7 +24,6 @@ CHEAP = {
     "doctor": [],
     "fences": [],
     "ci-matrix": [],
-    "support": [],
     "explore": ["--iterations", "1"],
     "trace": [],
     "sanitize": [],

@@ -66,7 +66,6 @@ COMMANDS = [
     Command("backends --open --json", 3),
     Command("doctor --open --json", 3),
     Command("ci-matrix --json", 0.8),
-    Command("support --json", 0.6),
     Command("new-backend gizmo --json", 1, ("outrider-gizmo",)),
     Command("models --json", 2),
     Command("fences --backend sim --json", 2),

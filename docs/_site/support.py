@@ -1,23 +1,26 @@
-"""``outrider support``: the support table of all backends, which shows each ability with the kind of its evidence.
+"""The support page of all backends, which shows each ability with the kind of its evidence.
 
 A record is a small JSON file. :func:`from_report` makes one from a report of the suite; records of static checks are written
 by hand. A capability counts if a record declares it and passed the level that tests it.
+
+``python docs/_site/support.py`` rewrites the page; ``tests/docs/test_support.py`` compares it with the records.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from rich.console import Console
-
-from outrider.cli.options.option_values import DIRECTORY, INPUT_FILE, checking_options, option, output_file, text
-from outrider.cli.terminal.files import check_distinct, read_utf8, write_whole
-from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
+from outrider_conformance.reporting.report import load_report, verify
+
+ROOT = Path(__file__).resolve().parents[2]
+EVIDENCE = ROOT / "docs" / "evidence" / "support"
+PAGE = ROOT / "docs" / "reference" / "generated" / "support.md"
 
 TIERS: Mapping[str, tuple[str, str]] = {
     "static": ("static", "names and calls were checked against the vendor's package, without running the plugin"),
@@ -91,7 +94,7 @@ def load_records(directory: Path) -> list[EvidenceRecord]:
     """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory} with records of support")
-    return [parse_record(read_utf8(path, "a record"), str(path)) for path in sorted(directory.glob("*.json"))]
+    return [parse_record(path.read_text(encoding="utf-8"), str(path)) for path in sorted(directory.glob("*.json"))]
 
 
 def from_report(report: Mapping[str, Any], *, tier: str | None = None, note: str = "") -> EvidenceRecord:
@@ -140,15 +143,16 @@ def _cell(records: Sequence[EvidenceRecord], capability: str) -> str:
     return "no"
 
 
-def render(records: Sequence[EvidenceRecord], command: str) -> str:
-    """Return the support page in Markdown. ``command`` is the command that writes it."""
+def render(records: Sequence[EvidenceRecord]) -> str:
+    """Return the support page in Markdown."""
     names = sorted({record.backend for record in records})
     in_order = sorted(records, key=lambda record: (-_RANK[record.tier], record.date))
     by_name = {name: [record for record in in_order if record.backend == name] for name in names}
     lines = [
         "# Support",
         "",
-        f"This page is made by `{command}` from the records in `docs/evidence/support`; a test holds it against them.",
+        "This page is made by `python docs/_site/support.py` from the records in `docs/evidence/support`; a test holds "
+        "it against them.",
         "Nothing is claimed beyond what a record shows.",
         "",
         "| tier | meaning |",
@@ -189,59 +193,42 @@ def render(records: Sequence[EvidenceRecord], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-EVIDENCE = Path("docs/evidence/support")
-COMMAND = "outrider support --write docs/reference/generated/support.md"
+def write_page() -> str:
+    """Write the page and return its text."""
+    page = render(load_records(EVIDENCE))
+    PAGE.write_text(page, encoding="utf-8")
+    return page
 
 
-def support(
-    evidence: Annotated[Path, option("--evidence", value=DIRECTORY, help="Directory of the records.")] = EVIDENCE,
-    write: Annotated[Path | None, option("--write", value=output_file(), help="Write the page to this file.")] = None,
-    check: Annotated[
-        Path | None,
-        option("--check", value=INPUT_FILE, help="Fail unless this file equals the page made from the records."),
-    ] = None,
-    add: Annotated[
-        Path | None,
-        option("--add", value=INPUT_FILE, help="Add a record made from a report.json of the suite."),
-    ] = None,
-    name: Annotated[
-        str, option("--name", value=text("NAME"), help="With --add: name of the record's file, without .json.")
-    ] = "",
-    note: Annotated[str, option("--note", value=text(), help="With --add: a remark for readers.")] = "",
-    stand_in: Annotated[
-        bool, option("--stand-in", help="With --add: the run used another vendor's device with the same interface.")
-    ] = False,
-) -> CommandReport:
-    """Print the support table made from recorded evidence. Options write it, check it, or add a record."""
-    from outrider_conformance.reporting.report import MOST_BYTES, load_report, verify
+def add_record(report: Path, name: str, *, tier: str | None = None, note: str = "", directory: Path = EVIDENCE) -> Path:
+    """Write the record of the conformance report in file ``report`` and return the record's file.
 
-    if write is not None:
-        with checking_options():
-            check_distinct("--write", write, filter(None, (check, add)))
-    if add is not None:
-        if not name:
-            raise ConfigError("--add needs --name, the name of the record's file")
-        report = load_report(read_utf8(add, "a report of the suite", MOST_BYTES), str(add))
-        problems = [problem for problem in verify(report) if "suite" not in problem]
-        if problems:
-            raise ConfigError(f"{add} doesn't hold: {problems[0]}")
-        record = from_report(report, tier="stand-in" if stand_in else None, note=note)
-        evidence.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record.as_dict(), indent=2, ensure_ascii=False) + "\n"
-        write_whole(evidence / f"{name}.json", text)
-    records = load_records(evidence)
-    page = render(records, COMMAND)
-    if write is not None:
-        write_whole(write, page)
-    same = check is None or (check.is_file() and check.read_bytes() == page.encode())
+    Raises :class:`ConfigError` for a report that doesn't hold.
+    """
+    content = load_report(report.read_text(encoding="utf-8"), str(report))
+    problems = [problem for problem in verify(content) if "suite" not in problem]
+    if problems:
+        raise ConfigError(f"{report} doesn't hold: {problems[0]}")
+    record = from_report(content, tier=tier, note=note)
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps(record.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
 
-    def show(console: Console) -> None:
-        if write is not None:
-            console.print(f"{write}: {len(records)} records")
-        elif check is not None:
-            console.print(f"{check} is up to date" if same else f"{check} isn't what the records give; run `{COMMAND}`")
-        else:
-            console.print(page, markup=False, highlight=False, soft_wrap=True)
 
-    data: dict[str, object] = {"records": [record.as_dict() for record in records], "up_to_date": same}
-    return CommandReport(data=data, render=show, exit_code=0 if same else 1)
+def main() -> None:
+    """Rewrite the page, after adding the record of a report if one is given."""
+    parser = argparse.ArgumentParser(description="Write the support page from the records, and add a record.")
+    parser.add_argument("report", nargs="?", type=Path, help="A report.json of the conformance suite to make a record of.")
+    parser.add_argument("name", nargs="?", help="Name of the record's file, without .json.")
+    parser.add_argument("--note", default="", help="A remark for readers.")
+    parser.add_argument("--stand-in", action="store_true", help="The run used another vendor's device with this interface.")
+    given = parser.parse_args()
+    if given.report is not None:
+        if given.name is None:
+            parser.error("a report needs the name of its record's file")
+        print(add_record(given.report, given.name, tier="stand-in" if given.stand_in else None, note=given.note))
+    write_page()
+
+
+if __name__ == "__main__":
+    main()
