@@ -29,6 +29,7 @@ def mutants() -> Iterator[Mutant]:
     ):
         yield Mutant(verb, fault, SIM, level, apply)
     for base in (THREADS, SIM):
+        yield Mutant("Backend.release_finished", "drops nothing", base, 1, _release_none)
         yield Mutant("Backend.release_finished", "waits for the events", base, 1, _release_waits)
 
 
@@ -135,6 +136,10 @@ def _keeper():
     from outrider.device.memory import KeepAlive
 
     return KeepAlive
+
+
+def _release_none(base):
+    _keeper().release_finished = lambda self: len(self._held)
 
 
 def _release_waits(base):
