@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.device import AttentionMetadata, CapabilityError, KernelSet, QuantizedWeight, RotaryArgs
+from outrider.device import AttentionMetadata, CapabilityError, KernelSet, QuantizedWeight
 from outrider.registry import get_backend
 from outrider_cpu import backend, operators
 from outrider_cpu import kernels as cpu_kernels
@@ -25,68 +25,6 @@ HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 8, 4
 def draw():
     generator = torch.Generator().manual_seed(3)
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def test_rotation_and_cache_are_those_of_the_reference(draw):
-    """Halves of the angles differ here: nothing relies on their being alike."""
-    qkv = draw(3, (HEADS + 2 * KV_HEADS) * SIZE)
-    cos, sin, slots = draw(3, SIZE), draw(3, SIZE), torch.tensor([5, 0, 7])
-    made = []
-    for kernels in (OURS, REFERENCE):
-        k, v = torch.zeros(2, 2, PAGE, KV_HEADS, SIZE, dtype=qkv.dtype)
-        q = kernels.head_norm_rope_write_cache(qkv.clone(), None, RotaryArgs(cos, sin, k, v, slots))
-        made.append((q, k, v))
-    torch.testing.assert_close(*made)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_norm_and_gate_are_those_of_the_reference(draw, dtype):
-    x, weight = draw(3, 16).to(dtype), draw(16).to(dtype)
-    residual = draw(3, 16).to(dtype)
-    grown = [residual.clone(), residual.clone()]
-    ours, theirs = (
-        kernels.add_rms_norm(x, each, weight, 1e-5) for kernels, each in zip((OURS, REFERENCE), grown, strict=True)
-    )
-    torch.testing.assert_close(ours, theirs)
-    assert torch.equal(*grown)
-    torch.testing.assert_close(OURS.silu_mul(x), REFERENCE.silu_mul(x))
-
-
-@pytest.mark.parametrize("temperature", [(0.0, 0.0), (0.0, 0.7)])
-@pytest.mark.parametrize("drafted", [0, 3])
-@pytest.mark.parametrize("vocabulary", [11, 384])
-def test_tokens_are_those_of_the_reference(draw, temperature, drafted, vocabulary):
-    hot, seeds, positions = torch.tensor(temperature), torch.tensor([3, 4]), torch.tensor([9, 2])
-    logits = draw(2, drafted + 1, vocabulary).round(decimals=1).float()  # with equal elements
-    logits[:, :, -3:] = logits.max()
-    tokens = logits.argmax(-1)[:, :drafted]
-    tokens[1, 1:] = 4
-    for probs in (None, torch.softmax(draw(2, drafted, vocabulary).float(), dim=-1)):
-        if probs is None and any(temperature):
-            continue  # a row that samples has a distribution
-        operands = (logits, tokens, probs, hot, seeds, positions)
-        for ours, theirs in zip(OURS.verify_chain(*operands), REFERENCE.verify_chain(*operands), strict=True):
-            assert torch.equal(ours, theirs)
-    rows = (logits[:, 0], hot, seeds, positions)
-    for lane in (True, False):
-        assert torch.equal(OURS.sample(*rows, draft=lane), REFERENCE.sample(*rows, draft=lane))
-
-
-@pytest.mark.parametrize("invalid", [None, (0, 2), (1, 0), (2, 1)])
-@pytest.mark.parametrize("rows", [None, torch.tensor([2, 0, 2])])
-@pytest.mark.parametrize(("dtype", "bounds", "values"), [(torch.float32, None, (torch.nan,)), (torch.int64, (0, 9), (9, -1))])
-def test_gathered_rows_and_findings_are_those_of_the_reference(draw, invalid, rows, dtype, bounds, values):
-    for value in values:
-        source = draw(3, 4).abs().clamp(max=8).to(dtype)
-        if invalid is not None:
-            source[invalid] = value
-        made = []
-        for kernels in (OURS, REFERENCE):
-            out, found = torch.full((3, 4), 7, dtype=dtype), torch.zeros(3, 2, dtype=torch.int64)
-            kernels.gather_checked(source, rows, out, found, bounds=bounds)
-            made.append((out, found))
-        for ours, theirs in zip(*made, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def batch(draw, requests, capacity):

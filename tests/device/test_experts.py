@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.device import KernelSet
 from outrider.device.kernels.reference import experts as references
@@ -22,25 +20,6 @@ def drawn(tokens, count, k, *, hidden=6, inner=4, seed=0, device="cpu"):
     return normal(tokens, hidden), weights, chosen, normal(count, 2 * inner, hidden), normal(count, hidden, inner)
 
 
-def plainly(x, weights, chosen, gate_up, down):
-    out = torch.zeros_like(x)
-    for token in range(x.shape[0]):
-        for share, expert in zip(weights[token], chosen[token], strict=True):
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            out[token] += share * (down[expert] @ (torch.nn.functional.silu(gate) * up))
-    return out
-
-
-@given(tokens=st.integers(1, 40), count=st.integers(1, 9), k=st.integers(1, 9), seed=st.integers(0, 99), same=st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_experts_are_those_of_a_loop(tokens, count, k, seed, same):
-    x, weights, chosen, gate_up, down = drawn(tokens, count, min(k, count), seed=seed)
-    if same:  # one expert gets every token
-        chosen = chosen[:1].expand_as(chosen).contiguous()
-    made = KERNELS.experts(x, weights, chosen, gate_up, down)
-    assert torch.allclose(made, plainly(x, weights, chosen, gate_up, down), rtol=1e-12, atol=1e-12)
-
-
 def test_weights_are_copied_in_parts(monkeypatch):
     operands = drawn(30, 8, 2)
     whole = KERNELS.experts(*operands)
@@ -55,16 +34,6 @@ def test_shapes_are_known_without_the_values(tokens):
     weights, chosen = references.route(logits, 4, True, 0, 16)
     gate_up, down = torch.empty(16, 24, 8, device="meta"), torch.empty(16, 8, 12, device="meta")
     assert references.experts(torch.empty(tokens, 8, device="meta"), weights, chosen, gate_up, down).shape == (tokens, 8)
-
-
-def test_routing_by_hand():
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
-    weights, chosen = KERNELS.route(logits, 3, renormalize=False)
-    assert chosen.tolist() == [[1, 3, 2]]  # of equal ones the first
-    likely = logits.softmax(-1)[0]
-    assert torch.allclose(weights[0], likely[[1, 3, 2]])
-    assert KERNELS.route(logits, 3, renormalize=True)[0].sum().item() == pytest.approx(1)
-    assert KERNELS.route(logits.bfloat16(), 1, renormalize=True)[0].dtype is torch.float32
 
 
 @pytest.mark.parametrize(
