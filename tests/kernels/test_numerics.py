@@ -33,7 +33,7 @@ def close(made, right, dtype):
 
 
 RARE = {"wide_norm": 1, "partial": 1, "held": 1, "nan": 1, "head_norms": 1, "window": 3, "tree": 1, "new": 4}
-"""What few models and batches have, all at once: norms in float32, heads rotated in part, experts of other ranks, and more."""
+"""What few models and batches have, all at once: norms in float32, heads rotated in part, experts of other ranks, NaN."""
 
 
 def check_small_problem(kernel, dtype, changes, kernels, device):
