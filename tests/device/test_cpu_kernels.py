@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.device import AttentionMetadata, CapabilityError, KernelSet, QuantizedWeight
+from outrider.device import AttentionMetadata, CapabilityError, KernelSet, QuantizedWeight, RotaryArgs
 from outrider.registry import get_backend
 from outrider_cpu import backend, operators
 from outrider_cpu import kernels as cpu_kernels
@@ -25,6 +25,18 @@ HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 8, 4
 def draw():
     generator = torch.Generator().manual_seed(3)
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def test_rotation_and_cache_are_those_of_the_reference(draw):
+    """Halves of the angles differ here: nothing relies on their being alike."""
+    qkv = draw(3, (HEADS + 2 * KV_HEADS) * SIZE)
+    cos, sin, slots = draw(3, SIZE), draw(3, SIZE), torch.tensor([5, 0, 7])
+    made = []
+    for kernels in (OURS, REFERENCE):
+        k, v = torch.zeros(2, 2, PAGE, KV_HEADS, SIZE, dtype=qkv.dtype)
+        q = kernels.head_norm_rope_write_cache(qkv.clone(), None, RotaryArgs(cos, sin, k, v, slots))
+        made.append((q, k, v))
+    torch.testing.assert_close(*made)
 
 
 def batch(draw, requests, capacity):

@@ -294,21 +294,6 @@ def test_the_lowest_index_wins_among_equals(kernels, device):
 
 
 @pytest.mark.sample(1, per="dtype")
-@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 2, 700)])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool])
-def test_rows_of_state(shape, dtype, kernels, device):
-    state = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(device, dtype)
-    rows = torch.tensor([4, 1, 5], device=device)
-    made = kernels.gather_rows(state, rows)
-    assert torch.equal(made, state[rows])
-    other = torch.tensor([2, 3, 0], device=device)
-    wanted = state.clone()
-    wanted[other[:2]] = made[:2]  # row 0 is reserved
-    kernels.scatter_rows(state, other, made)
-    assert torch.equal(state, wanted)
-
-
-@pytest.mark.sample(1, per="dtype")
 @pytest.mark.parametrize(("rows", "size"), [(1, 8), (5, 24), (3, 2500), (0, 8)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
 def test_rows_are_copied_side_by_side(rows, size, dtype, kernels, device, monkeypatch):
