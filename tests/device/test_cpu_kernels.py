@@ -39,6 +39,26 @@ def test_rotation_and_cache_are_those_of_the_reference(draw):
     torch.testing.assert_close(*made)
 
 
+@pytest.mark.parametrize("temperature", [(0.0, 0.0), (0.0, 0.7)])
+@pytest.mark.parametrize("drafted", [0, 3])
+@pytest.mark.parametrize("vocabulary", [11, 384])
+def test_tokens_are_those_of_the_reference(draw, temperature, drafted, vocabulary):
+    hot, seeds, positions = torch.tensor(temperature), torch.tensor([3, 4]), torch.tensor([9, 2])
+    logits = draw(2, drafted + 1, vocabulary).round(decimals=1).float()  # with equal elements
+    logits[:, :, -3:] = logits.max()
+    tokens = logits.argmax(-1)[:, :drafted]
+    tokens[1, 1:] = 4
+    for probs in (None, torch.softmax(draw(2, drafted, vocabulary).float(), dim=-1)):
+        if probs is None and any(temperature):
+            continue  # a row that samples has a distribution
+        operands = (logits, tokens, probs, hot, seeds, positions)
+        for ours, theirs in zip(OURS.verify_chain(*operands), REFERENCE.verify_chain(*operands), strict=True):
+            assert torch.equal(ours, theirs)
+    rows = (logits[:, 0], hot, seeds, positions)
+    for lane in (True, False):
+        assert torch.equal(OURS.sample(*rows, draft=lane), REFERENCE.sample(*rows, draft=lane))
+
+
 def batch(draw, requests, capacity):
     """One new token of each request behind 4 cached ones, in a table with room for ``capacity`` tokens."""
     table = torch.zeros(requests, capacity // PAGE, dtype=torch.int32)
