@@ -59,6 +59,23 @@ def test_tokens_are_those_of_the_reference(draw, temperature, drafted, vocabular
         assert torch.equal(OURS.sample(*rows, draft=lane), REFERENCE.sample(*rows, draft=lane))
 
 
+@pytest.mark.parametrize("invalid", [None, (0, 2), (1, 0), (2, 1)])
+@pytest.mark.parametrize("rows", [None, torch.tensor([2, 0, 2])])
+@pytest.mark.parametrize(("dtype", "bounds", "values"), [(torch.float32, None, (torch.nan,)), (torch.int64, (0, 9), (9, -1))])
+def test_gathered_rows_and_findings_are_those_of_the_reference(draw, invalid, rows, dtype, bounds, values):
+    for value in values:
+        source = draw(3, 4).abs().clamp(max=8).to(dtype)
+        if invalid is not None:
+            source[invalid] = value
+        made = []
+        for kernels in (OURS, REFERENCE):
+            out, found = torch.full((3, 4), 7, dtype=dtype), torch.zeros(3, 2, dtype=torch.int64)
+            kernels.gather_checked(source, rows, out, found, bounds=bounds)
+            made.append((out, found))
+        for ours, theirs in zip(*made, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 def batch(draw, requests, capacity):
     """One new token of each request behind 4 cached ones, in a table with room for ``capacity`` tokens."""
     table = torch.zeros(requests, capacity // PAGE, dtype=torch.int32)
