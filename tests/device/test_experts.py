@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outrider.device import KernelSet
 from outrider.device.kernels.reference import experts as references
@@ -18,6 +20,25 @@ def drawn(tokens, count, k, *, hidden=6, inner=4, seed=0, device="cpu"):
     logits = normal(tokens, count)
     weights, chosen = KERNELS.route(logits, k, renormalize=False)
     return normal(tokens, hidden), weights, chosen, normal(count, 2 * inner, hidden), normal(count, hidden, inner)
+
+
+def plainly(x, weights, chosen, gate_up, down):
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for share, expert in zip(weights[token], chosen[token], strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            out[token] += share * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+@given(tokens=st.integers(1, 40), count=st.integers(1, 9), k=st.integers(1, 9), seed=st.integers(0, 99), same=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_experts_are_those_of_a_loop(tokens, count, k, seed, same):
+    x, weights, chosen, gate_up, down = drawn(tokens, count, min(k, count), seed=seed)
+    if same:  # one expert gets every token
+        chosen = chosen[:1].expand_as(chosen).contiguous()
+    made = KERNELS.experts(x, weights, chosen, gate_up, down)
+    assert torch.allclose(made, plainly(x, weights, chosen, gate_up, down), rtol=1e-12, atol=1e-12)
 
 
 def test_weights_are_copied_in_parts(monkeypatch):
