@@ -13,6 +13,7 @@ SMALL |= {"windowed": 1, "deep": 0, "flag": 1, "count": 3, "experts": 4, "chosen
 SMALL |= {"wide_norm": 0, "partial": 0, "sharp": 0, "whole": 0, "scale_dtype": 0}
 
 
-def small(name, dtype=torch.float32):
-    drawn = KERNELS[name]
-    return problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, dtype, 0)
+def small(name, dtype=torch.float32, **changes):
+    """The problem of a kernel in these sizes; ``changes``: other values of dimensions that it may have."""
+    drawn, sizes = KERNELS[name], SMALL | changes
+    return problem(drawn, {dimension: sizes[dimension] for dimension in drawn.dimensions}, dtype, 0)

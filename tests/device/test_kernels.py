@@ -4,12 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from outrider.device import AttentionMetadata, KernelSet
+from outrider.device import KernelSet
 from outrider.device.kernels.reference.model import philox, uniforms
-from outrider_cpu.kernels import CpuKernels
 
 KERNELS = KernelSet()
 
@@ -40,108 +37,6 @@ def test_uniforms_depend_on_seed_position_lane_and_index_alone():
     assert not torch.equal(batch, uniforms(seeds, positions, 2, 10))
     assert batch.min() > 0
     assert batch.max() < 1
-
-
-@st.composite
-def ragged_batches(draw):
-    page_size = draw(st.sampled_from([1, 4, 16]))
-    lens = [
-        (q, draw(st.integers(0, 20))) for q in draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    ]  # (new, context)
-    heads = draw(st.sampled_from([(2, 2), (4, 2), (6, 1)]))
-    return page_size, lens, heads, draw(st.integers(0, 8)), draw(st.booleans()), draw(st.integers(0, 3))
-
-
-@pytest.mark.parametrize("kernels", [KERNELS, CpuKernels(), KERNELS.batch_invariant()], ids=lambda kernels: kernels.name)
-@given(case=ragged_batches())
-@settings(max_examples=60, deadline=None)
-def test_paged_attention_equals_a_loop_over_tokens(kernels, case):
-    page_size, lens, (heads, kv_heads), window, with_tree, padding = case
-    generator = torch.Generator().manual_seed(hash(case[1:2].__repr__()) % 1000)
-    size, batch = 8, len(lens)
-    tokens = sum(q for q, _ in lens) + padding
-    width = max(-(-(q + c) // page_size) for q, c in lens)
-    pages = batch * width + 1
-    order = (torch.randperm(pages - 1, generator=generator) + 1).to(torch.int32)
-    table = order.view(batch, width)
-    q = torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
-    k_cache = torch.randn(pages, page_size, kv_heads, size, generator=generator, dtype=torch.float64)
-    v_cache = torch.randn(pages, page_size, kv_heads, size, generator=generator, dtype=torch.float64)
-    starts = torch.tensor([0, *torch.tensor([n for n, _ in lens]).cumsum(0).tolist()], dtype=torch.int32)
-    max_query = max(n for n, _ in lens)
-    mask = torch.rand(tokens, max_query, generator=generator) > 0.4 if with_tree else None
-    if mask is not None:
-        for (n, _), start in zip(lens, starts.tolist(), strict=False):
-            for j in range(n):
-                mask[start + j, j] = True  # a token sees itself
-    metadata = AttentionMetadata(
-        query_start=starts,
-        seq_lens=torch.tensor([n + c for n, c in lens], dtype=torch.int32),
-        block_table=table,
-        max_query=max_query,
-        max_kv=max(n + c for n, c in lens),
-        tree_mask=mask,
-    )
-    out = kernels.paged_attention(q, k_cache, v_cache, metadata, scale=0.3, window=window)
-
-    expected = torch.zeros_like(q)
-    for b, (new, context) in enumerate(lens):
-        rows = [(int(table[b, p // page_size]), p % page_size) for p in range(new + context)]
-        keys = torch.stack([k_cache[r] for r in rows])
-        values = torch.stack([v_cache[r] for r in rows])
-        for i in range(new):
-            t = int(starts[b]) + i
-            seen = [
-                p
-                for p in range(new + context)
-                if (p < context or (mask[t, p - context] if mask is not None else p - context <= i))
-                and (window == 0 or p - context > i - window)
-            ]
-            for h in range(heads):
-                kv = h // (heads // kv_heads)
-                weights = torch.softmax(torch.stack([q[t, h] @ keys[p, kv] for p in seen]) * 0.3, dim=0)
-                expected[t, h] = sum(w * values[p, kv] for w, p in zip(weights, seen, strict=True))
-    torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-10)
-
-
-def test_rope_and_cache_write():
-    q, k, v = (torch.randn(3, heads, 8) for heads in (4, 2, 2))
-    angle = torch.randn(3, 4)
-    cos, sin = (f(angle).repeat(1, 2) for f in (torch.cos, torch.sin))
-    expected_q = torch.empty_like(q)
-    for t in range(3):
-        for i in range(4):
-            turn = torch.complex(q[t, :, i], q[t, :, i + 4]) * torch.polar(torch.tensor(1.0), angle[t, i])
-            expected_q[t, :, i], expected_q[t, :, i + 4] = turn.real, turn.imag
-    k_cache, v_cache = torch.zeros(4, 2, 2, 8), torch.zeros(4, 2, 2, 8)
-    slots = torch.tensor([5, 2, 0])
-    KERNELS.rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
-    torch.testing.assert_close(q, expected_q)
-    for t, slot in enumerate(slots.tolist()):
-        assert torch.equal(k_cache.view(8, 2, 8)[slot], k[t])
-        assert torch.equal(v_cache.view(8, 2, 8)[slot], v[t])
-    assert int((k_cache != 0).any(-1).any(-1).sum()) == 3
-
-
-def test_norms_and_activation():
-    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
-    torch.testing.assert_close(KERNELS.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
-    total = x + residual
-    normed = KERNELS.add_rms_norm(x, residual, weight, 1e-6)
-    torch.testing.assert_close(residual, total)
-    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (8,), weight, 1e-6))
-    torch.testing.assert_close(KERNELS.silu_mul(torch.cat((x, total), -1)), torch.nn.functional.silu(x) * total)
-
-
-def test_greedy_verify_accepts_the_longest_matching_prefix():
-    logits = torch.full((3, 4, 5), -1.0)
-    choice = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    logits.scatter_(2, choice.unsqueeze(-1), 1.0)
-    draft = torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3]])
-    zero = torch.zeros(3, dtype=torch.int64)
-    tokens, accepted = KERNELS.verify_chain(logits, draft, None, torch.zeros(3), zero, zero)
-    assert accepted.tolist() == [3, 1, 0]
-    assert tokens.tolist() == [[1, 2, 3, 4], [1, 2, -1, -1], [1, -1, -1, -1]]
 
 
 def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
@@ -239,46 +134,6 @@ def test_draws_are_independent():
     for other in (*others, drawn(seeds, positions + 1), drawn(seeds, positions + (1 << 16))):
         counts = torch.bincount(first * 4 + other, minlength=16).double()
         assert chi_square(counts, (law.unsqueeze(1) * law).flatten()) < critical(15)
-
-
-def test_schemas_hold():
-    """torch's own checker runs each operator and compares what it reads and writes with its schema."""
-    x, weight = torch.randn(3, 8), torch.randn(8)
-    opcheck = torch.library.opcheck
-    utils = ("test_schema", "test_faketensor")
-    opcheck(torch.ops.outrider.rms_norm.default, (x, weight, 1e-6), test_utils=utils)
-    opcheck(torch.ops.outrider.add_rms_norm.default, (x, x.clone(), weight, 1e-6), test_utils=utils)
-    opcheck(torch.ops.outrider.silu_mul.default, (x,), test_utils=utils)
-    q, k, v = (torch.randn(3, heads, 8) for heads in (4, 2, 2))
-    cos = torch.randn(3, 8)
-    cache = torch.zeros(4, 2, 2, 8)
-    slots = torch.tensor([5, 2, 0])
-    opcheck(
-        torch.ops.outrider.rope_write_cache.default,
-        (q, k, v, cos, cos.clone(), cache, cache.clone(), slots),
-        test_utils=utils,
-    )
-    starts, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
-    table = torch.tensor([[1, 2]], dtype=torch.int32)
-    opcheck(
-        torch.ops.outrider.paged_attention.default,
-        (q, cache, cache.clone(), starts, lens, table, None, 3, 4, 0.3, 0),
-        test_utils=utils,
-    )
-    temperature, seeds = torch.tensor([0.0, 1.0]), torch.tensor([1, 2])
-    opcheck(torch.ops.outrider.sample.default, (torch.randn(2, 5), temperature, seeds, seeds.clone(), 0), test_utils=utils)
-    opcheck(
-        torch.ops.outrider.verify_chain.default,
-        (
-            torch.randn(2, 3, 5),
-            torch.tensor([[1, 2], [3, 4]]),
-            torch.softmax(torch.randn(2, 2, 5), -1),
-            temperature,
-            seeds,
-            seeds.clone(),
-        ),
-        test_utils=utils,
-    )
 
 
 def test_the_largest_word_is_still_below_one(monkeypatch):

@@ -4,72 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.device import ROW_ACCESS, KernelSet
 
 KERNELS = KernelSet()
-
-
-@st.composite
-def trees(draw):
-    """(parents of each request's nodes, vocabulary, seed); unused nodes have parent -1."""
-    nodes = draw(st.integers(1, 9))
-    batch = draw(st.integers(1, 4))
-    parents = [[-1] + [draw(st.integers(-1, i - 1)) for i in range(1, nodes)] for _ in range(batch)]
-    return parents, draw(st.integers(2, 6)), draw(st.integers(0, 1000))
-
-
-def walk(logits, tokens, parents, temperature, seed, position, depth):
-    """One request, node by node, with the sampler that plain decoding uses."""
-    here, out, path = 0, [], []
-    for level in range(depth + 1):
-        choice = KERNELS.sample(logits[here].unsqueeze(0), temperature.view(1), seed.view(1), position.view(1) + level).item()
-        out.append(choice)
-        path.append(here)
-        children = [i for i in range(len(parents)) if parents[i] == here and tokens[i] == choice]
-        if not children or level == depth:
-            break
-        here = children[0]
-    return out, path
-
-
-@given(trees(), st.sampled_from([0.0, 0.8, None]), st.integers(0, 4))
-@settings(max_examples=150, deadline=None)
-def test_verify_tree_equals_a_walk(case, temperature, depth):
-    parents, vocabulary, seed = case
-    generator = torch.Generator().manual_seed(seed)
-    batch, nodes = len(parents), len(parents[0])
-    logits = torch.randn(batch, nodes, vocabulary, generator=generator) * 2
-    tokens = torch.randint(0, vocabulary, (batch, nodes), generator=generator)
-    seeds = torch.randint(-(2**62), 2**62, (batch,), generator=generator)
-    positions = torch.randint(1, 50, (batch,), generator=generator)
-    heat = torch.tensor([0.0, 0.9, 1.3, 0.0])[:batch] if temperature is None else torch.full((batch,), temperature)
-    out, path, accepted = KERNELS.verify_tree(
-        logits, tokens, torch.tensor(parents), heat, seeds, positions, depth=depth, sampling=bool((heat > 0).any())
-    )
-    for b in range(batch):
-        expected, nodes_seen = walk(logits[b], tokens[b].tolist(), parents[b], heat[b], seeds[b], positions[b], depth)
-        rest = depth + 1 - len(expected)
-        assert accepted[b] == len(expected) - 1
-        assert out[b].tolist() == expected + [-1] * rest
-        assert path[b].tolist() == nodes_seen + [0] * rest
-
-
-def test_a_chain_as_a_tree_gives_what_verify_chain_gives():
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(50, 4, 3, generator=generator)
-    drafts = torch.randint(0, 3, (50, 3), generator=generator)
-    zero = torch.zeros(50, dtype=torch.int64)
-    tokens, accepted = KERNELS.verify_chain(logits, drafts, None, torch.zeros(50), zero, zero)
-    parents = torch.tensor([-1, 0, 1, 2]).expand(50, 4)
-    out, _, count = KERNELS.verify_tree(
-        logits, torch.cat((zero.unsqueeze(1), drafts), 1), parents, torch.zeros(50), zero, zero, depth=3, sampling=False
-    )
-    assert torch.equal(out, tokens)
-    assert torch.equal(count, accepted)
-    assert set(accepted.tolist()) == {0, 1, 2, 3}
 
 
 # -- losslessness ----------------------------------------------------------------------------------------------------
@@ -153,36 +91,7 @@ def test_the_same_draws_fail_a_wrong_rule(rule):
     assert excess(counts) > 1
 
 
-def test_tree_samples_are_the_very_tokens_of_plain_sampling():
-    """The draw at a position depends on seed and position alone, so a tree changes no token."""
-    seeds = torch.arange(200)
-    hot, positions = torch.full((200,), TEMPERATURE), torch.full((200,), 11)
-    tokens = torch.tensor([0, 2, 4]).expand(200, -1)
-    logits = torch.stack((FIRST.expand(200, -1), SECOND[tokens[:, 1]], SECOND[tokens[:, 2]]), 1)
-    out, _, accepted = KERNELS.verify_tree(
-        logits, tokens, torch.tensor([-1, 0, 0]).expand(200, -1), hot, seeds, positions, depth=1, sampling=True
-    )
-    first = KERNELS.sample(FIRST.expand(200, -1), hot, seeds, positions)
-    assert torch.equal(out[:, 0], first)
-    second = KERNELS.sample(SECOND[first], hot, seeds, positions + 1)
-    assert torch.equal(out[:, 1], torch.where(accepted == 1, second, -1))
-
-
 # -- moves -----------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True), st.data())
-@settings(max_examples=60, deadline=None)
-def test_move_cache_reads_everything_before_it_writes(destinations, data):
-    sources = [data.draw(st.integers(0, 11)) for _ in destinations]
-    k, v = torch.randn(4, 3, 2, 8), torch.randn(4, 3, 2, 8)
-    before = k.view(12, 2, 8).clone(), v.view(12, 2, 8).clone()
-    KERNELS.move_cache(k, v, torch.tensor(sources), torch.tensor(destinations))
-    for cache, old in zip((k, v), before, strict=True):
-        expected = old.clone()
-        for source, destination in zip(sources, destinations, strict=True):
-            expected[destination] = old[source]
-        assert torch.equal(cache.view(12, 2, 8), expected)
 
 
 def test_the_rows_of_a_move_are_its_sources_and_destinations():
@@ -190,22 +99,3 @@ def test_the_rows_of_a_move_are_its_sources_and_destinations():
     arguments = {"k_cache": k, "v_cache": k, "sources": torch.tensor([5, 7]), "destinations": torch.tensor([4, 5])}
     for operand in ("k_cache", "v_cache"):
         assert ROW_ACCESS["outrider::move_cache"][operand](arguments).tolist() == [5, 7, 4, 5]
-
-
-def test_schemas_hold():
-    opcheck = torch.library.opcheck
-    utils = ("test_schema", "test_faketensor")
-    logits, tokens = torch.randn(2, 3, 5), torch.tensor([[1, 2, 3], [4, 0, 1]])
-    parents = torch.tensor([[-1, 0, 0], [-1, 0, 1]])
-    heat, seeds = torch.tensor([0.0, 1.0]), torch.tensor([1, 2])
-    opcheck(
-        torch.ops.outrider.verify_tree.default,
-        (logits, tokens, parents, heat, seeds, seeds.clone(), 2, True),
-        test_utils=utils,
-    )
-    k = torch.randn(4, 3, 2, 8)
-    opcheck(
-        torch.ops.outrider.move_cache.default,
-        (k, k.clone(), torch.tensor([5, 7]), torch.tensor([4, 5])),
-        test_utils=utils,
-    )

@@ -95,33 +95,6 @@ def test_a_shared_expert_is_added_by_its_gate(tokens, hidden, kernels, device):
     assert bool(((made.cpu().double() - right).abs() <= 2e-3 * (1 + right.abs())).all())
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(("tokens", "count", "chosen"), [(1, 1, 1), (5, 8, 3), (2, 60, 4), (3, 128, 8)])
-def test_route(tokens, count, chosen, renormalize, kernels, device):
-    logits = normal(tokens, count, seed=7)
-    logits[0, count // 2 :] = logits[0, 0]  # of equal ones the first
-    made, names = kernels.route(logits.to(device), chosen, renormalize=renormalize)
-    right, wanted = REFERENCE.route(logits, chosen, renormalize=renormalize)
-    assert torch.equal(names.cpu(), wanted)
-    torch.testing.assert_close(made.cpu(), right, rtol=1e-5, atol=1e-7)
-    held = count // 3, count // 3 + (count + 2) // 3
-    made, names = kernels.route(logits.to(device), chosen, renormalize=renormalize, held=held)
-    right, wanted = REFERENCE.route(logits, chosen, renormalize=renormalize, held=held)
-    assert torch.equal(names.cpu(), wanted)
-    torch.testing.assert_close(made.cpu(), right, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_nan_stays_nan_and_names_an_expert(kernels, device):
-    logits = normal(2, 60, seed=8)
-    logits[0, 5] = float("nan")
-    weights, names = kernels.route(logits.to(device), 4, renormalize=True)
-    assert weights[0].isnan().any()
-    assert not weights[1].isnan().any()
-    assert bool(((names >= 0) & (names < 60)).all())
-
-
 def test_pairs_in_blocks():
     """Each pair once, in a block of its own expert, and no block more than is said."""
     names = torch.randint(0, 7, (33, 3), generator=torch.Generator().manual_seed(9))

@@ -24,18 +24,6 @@ def close(made, wanted):
     torch.testing.assert_close(made.float(), wanted.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_norms_with_weights_in_float32(kernels, device):
-    x, residual = random(5, 48, seed=1, device=device), random(5, 48, seed=2, device=device)
-    norm = 1 + random(48, seed=3, device=device, dtype=torch.float32) * 0.1
-    made, wanted = (each.rms_norm(x, norm, 1e-6) for each in (kernels, PLAIN))
-    assert made.dtype is torch.float16
-    close(made, wanted)
-    grown = [residual.clone(), residual.clone()]
-    made, wanted = (each.add_rms_norm(x, own, norm, 1e-6) for each, own in zip((kernels, PLAIN), grown, strict=True))
-    close(made, wanted)
-    close(*grown)
-
-
 def test_a_gated_mlp_after_a_norm_in_float32(kernels, device):
     x, weight = random(5, 32, seed=4, device=device), random(48, 32, seed=5, device=device)
     gates, norm = (
@@ -68,15 +56,6 @@ def test_part_of_each_head_is_rotated(kernels, device, normed):
         results.append((q, *caches))
     for made, wanted in zip(*results, strict=True):
         close(made, wanted)
-
-
-@pytest.mark.parametrize("shape", [(7, 3, 40), (7, 4, 8, 6)], ids=["convolution", "delta rule"])
-def test_states_are_copied_from_row_to_row(kernels, device, shape):
-    state = random(*shape, seed=13, device=device, dtype=torch.float32)
-    before, sources = state.clone(), torch.tensor([3, 1], device=device)
-    kernels.scatter_rows(state, torch.tensor([5, 2], device=device), kernels.gather_rows(state, sources))
-    assert torch.equal(state[[5, 2]], before[[3, 1]])
-    assert torch.equal(state[[0, 1, 3, 4, 6]], before[[0, 1, 3, 4, 6]])
 
 
 def layer(device, *, tokens, heads=2, size=8):

@@ -56,20 +56,6 @@ def test_declared_where_the_device_has_the_numbers():
     assert all(formats == {"fp8"} for formats in found.values())
 
 
-def test_keys_and_values_are_rounded_clamped_and_written(narrow, device):
-    qkv = numbers(7, HEADS + 2 * KV_HEADS, SIZE)
-    if device.type != "cpu":  # to Triton's interpreter a NaN is a number of e4m3
-        qkv[3, -1, 5] = torch.nan
-    own, right = rotary(7, device), rotary(7, "cpu")
-    given, its = (each.split((HEADS, KV_HEADS, KV_HEADS), 1) for each in (qkv.clone().to(device), qkv))
-    narrow.rope_write_cache(*given, *own)
-    REFERENCE.rope_write_cache(*its, *right)
-    for mine, wanted in ((own.k_cache, right.k_cache), (own.v_cache, right.v_cache)):
-        same(mine, wanted)
-        assert (wanted.float().abs() == 448).any()
-    assert own.v_cache.float().isnan().sum() == (device.type != "cpu")
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("split", [1, 3])
 def test_parts_are_added_up_rounded_and_written(split, narrow, device):
@@ -142,14 +128,3 @@ def test_attention_reads_what_is_there(way, device, pdl):
         given = (q, keys, values, starts, lens, table, None, *sizes, 0.3, 0, split > 1, [16, 32, split, 4, 2, 0], pdl)
         made = ops.paged_attention.triton(*given)
     torch.testing.assert_close(made.cpu().double(), wanted, rtol=4e-3, atol=4e-3)
-
-
-def test_rows_move(narrow, device):
-    cache = numbers(6, 4, KV_HEADS, SIZE).clamp(-448, 448).to(E4M3)
-    keys, values = cache.clone().to(device), cache.flip(0).to(device)
-    sources, destinations = torch.tensor([5, 6, 7, 20]), torch.tensor([6, 7, 12, 4])
-    narrow.move_cache(keys, values, sources.to(device), destinations.to(device))
-    wanted = cache.flatten(0, 1).view(torch.uint8).clone()
-    wanted[destinations] = wanted[sources]
-    assert torch.equal(keys.cpu().flatten(0, 1).view(torch.uint8), wanted)
-    assert not torch.equal(values.cpu().view(torch.uint8), cache.flip(0).view(torch.uint8))

@@ -14,13 +14,10 @@ def mutants() -> Iterator[Mutant]:
         ("Flag._wait", "lowers the flag", THREADS, 3, _consuming),
         ("Flag._wait", "blocks the host", THREADS, 3, _host_wait),
         ("Flag._set", "counts, and a second set isn't lost", THREADS, 3, _counting),
-        ("Backend._create_flag", "gives every flag the same state", THREADS, 3, _one_flag),
         ("Backend._create_flag", "starts up", THREADS, 3, _starts_up),
         ("Flag._wait", "isn't captured", THREADS, 3, _not_in_graph("_wait")),
         ("Graph._update_params", "happens at once, on the host", NPU, 3, _rebind_at_once),
-        ("Graph._update_params", "comes a rebind late", NPU, 3, _rebind_late),
         ("Graph._update_params", "keeps the caller's list", NPU, 3, _rebind_alias),
-        ("Graph._update_params", "rebinds the other parameter", NPU, 3, _rebind_other),
         ("Graph._update_params", "does nothing where it isn't declared", THREADS, 3, _silent_rebind),
     ):
         yield Mutant(verb, fault, base, level, apply)
@@ -57,14 +54,6 @@ def _counting(base):
     base.flag._reset = lambda self, stream: stream.put(lambda: down(self))
 
 
-def _one_flag(base):
-    @patched(base.backend, "_create_flag")
-    def create(original, self, name):
-        flag = original(self, name)
-        flag._flag = self.__dict__.setdefault("shared_flag", flag._flag)
-        return flag
-
-
 def _starts_up(base):
     patch(base.flag, "__init__", lambda original: lambda self, *a: (original(self, *a), self._flag.set())[0])
 
@@ -97,13 +86,6 @@ def _rebind_at_once(base):
             del self.sim.machine.enqueue
 
 
-def _rebind_late(base):
-    @patched(base.graph, "_update_params")
-    def update(original, self, params, stream):
-        original(self, getattr(self, "_late", {key: p.value for key, p in self.context.params.items()}), stream)
-        self._late = dict(params)
-
-
 def _rebind_alias(base):
     from outrider.device import Graph
 
@@ -127,15 +109,6 @@ def _rebind_alias(base):
         self._aliased = dict(params)
 
     base.graph._update_params = keep
-
-
-def _rebind_other(base):
-    @patched(base.graph, "_update_params")
-    def update(original, self, params, stream):
-        wrong = {"n": "unused", "unused": "n"}
-        now = {key: param.value for key, param in self.context.params.items()}
-        swapped = {wrong.get(key, key): value for key, value in params.items()}
-        original(self, {**now, **swapped} if len(now) > 1 else params, stream)
 
 
 def _silent_rebind(base):

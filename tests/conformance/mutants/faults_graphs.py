@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 
 from conformance.mutants.catalogue import Mutant, patch, patched
@@ -13,15 +12,8 @@ THREADS, SIM = "threads", "sim"
 def mutants() -> Iterator[Mutant]:
     for verb, fault, base, level, apply in (
         ("Backend._capture", "keeps the callable and runs it at each replay", THREADS, 2, _eager),
-        ("Backend._capture", "leaves the last operation out", THREADS, 2, _program(lambda p: p[:-1])),
-        ("Backend._capture", "leaves the first operation out", THREADS, 2, _program(lambda p: p[1:])),
-        ("Backend._capture", "turns the order round", THREADS, 2, _program(lambda p: p[::-1])),
-        ("Backend._capture", "keeps the first operation alone", THREADS, 2, _program(lambda p: p[:1])),
-        ("Backend._capture", "runs the work and notes nothing", THREADS, 2, _not_captured),
-        ("Backend._capture", "swallows an error of the callable", THREADS, 2, _swallows),
         ("Backend._capture", "loses the cause of an error", THREADS, 2, _loses_cause),
         ("Backend._capture", "dresses up a device error", THREADS, 2, _dresses_up),
-        ("Backend._capture", "stays open after an error", THREADS, 2, _stays_open),
         ("Backend._capture", "leaves its stream current", THREADS, 2, _stays_current),
         ("Backend._capture", "leaves the stream dead after an error", THREADS, 2, _dead_stream),
         ("Backend._capture", "takes in what other threads enqueue", THREADS, 2, _global_capture),
@@ -29,18 +21,7 @@ def mutants() -> Iterator[Mutant]:
         ("Backend._capture", "doesn't say that it captures", THREADS, 2, _unmarked),
         ("Backend.capture", "doesn't freeze host scalars", "cpu", 2, _scalars_live),
         ("Backend.capture", "doesn't freeze the table of buffers", "cpu", 2, _tables_live),
-        ("Graph", "works on copies of its inputs", THREADS, 2, _own(inputs=True)),
-        ("Graph", "works on copies of its outputs", THREADS, 2, _own(outputs=True)),
-        ("Graph", "forgets its buffers", SIM, 2, _weak_buffers),
-        ("Graph._replay", "reads inputs as they were a replay ago", THREADS, 2, _old_inputs),
-        ("Graph._replay", "runs beside its stream", THREADS, 2, _beside),
-        ("Graph._replay", "goes to the stream of the capture", THREADS, 2, _origin(THREADS)),
-        ("Graph._replay", "goes to the stream of the capture", SIM, 2, _origin(SIM)),
-        ("Graph._replay", "skips every second time", THREADS, 2, _every_second),
-        ("Graph._replay", "skips every second time", SIM, 2, _every_second),
-        ("Graph._replay", "enqueues operation by operation, each on a stream in turn", THREADS, 2, _scattered),
         ("Backend.create_graph_pool", "gives every pool the same name", THREADS, 2, _pool_name),
-        ("Backend.create_graph_pool", "gives every graph the same memory", SIM, 2, _one_pool),
     ):
         yield Mutant(verb, fault, base, level, apply)
 
@@ -65,44 +46,12 @@ def _eager(base):
     base.backend._capture = capture
 
 
-def _program(change):
-    def apply(base):
-        @patched(base.backend, "_capture")
-        def capture(original, self, *arguments):
-            graph = original(self, *arguments)
-            graph.program[:] = change(graph.program)
-            return graph
-
-    return apply
-
-
 def _inside(base, change):
     """`change(fn)` is captured in the place of the callable."""
 
     @patched(base.backend, "_capture")
     def capture(original, self, name, fn, context, stream, pool):
         return original(self, name, lambda given: change(self, fn, given, stream), context, stream, pool)
-
-
-def _not_captured(base):
-    def change(self, fn, context, stream):
-        self._thread.program, program = None, self._thread.program
-        try:
-            fn(context)
-        finally:
-            self._thread.program = program
-
-    _inside(base, change)
-
-
-def _swallows(base):
-    def change(self, fn, context, stream):
-        try:
-            fn(context)
-        except Exception:
-            return
-
-    _inside(base, change)
 
 
 def _loses_cause(base):
@@ -127,16 +76,6 @@ def _dresses_up(base):
             raise CaptureError(f"capture failed: {error}") from error
 
     _inside(base, change)
-
-
-def _stays_open(base):
-    @patched(base.backend, "_capture")
-    def capture(original, self, *arguments):
-        try:
-            return original(self, *arguments)
-        except BaseException:
-            self._thread.program = []
-            raise
 
 
 def _stays_current(base):
@@ -235,100 +174,5 @@ def _live(device_backend, *names):
     device_backend.Backend.capture = capture
 
 
-def _own(*, inputs=False, outputs=False):
-    def apply(base):
-        def change(self, fn, context, stream):
-            from dataclasses import replace
-
-            copied = {}
-            if inputs:
-                copied["inputs"] = {key: _detached(value) for key, value in context.inputs.items()}
-            if outputs:
-                copied["outputs"] = {key: _detached(value) for key, value in context.outputs.items()}
-            fn(replace(context, **copied))
-
-        _inside(base, change)
-
-    return apply
-
-
-def _detached(tensor):
-    import torch
-
-    with torch.utils._python_dispatch._disable_current_modes():
-        return tensor.clone()
-
-
-def _weak_buffers(base):
-    @patched(base.graph, "__init__")
-    def init(original, self, backend, name, context, *rest):
-        original(self, backend, name, context, *rest)
-        for key in ("inputs", "outputs"):
-            object.__setattr__(context, key, weakref.WeakValueDictionary(getattr(context, key)))
-
-
-def _old_inputs(base):
-    @patched(base.graph, "_run")
-    def run(original, self):
-        now = {key: tensor.clone() for key, tensor in self.context.inputs.items()}
-        for key, tensor in getattr(self, "_old", now).items():
-            self.context.inputs[key].copy_(tensor)
-        original(self)
-        for key, tensor in now.items():
-            self.context.inputs[key].copy_(tensor)
-        self._old = now
-
-
-def _beside(base):
-    import threading
-
-    patch(
-        base.graph,
-        "_replay",
-        lambda original: lambda self, stream: threading.Thread(target=self._run, daemon=True).start(),
-    )
-
-
-def _origin(which):
-    def apply(base):
-        @patched(base.backend, "_capture")
-        def capture(original, self, name, fn, context, stream, pool):
-            graph = original(self, name, fn, context, stream, pool)
-            graph.captured_on = stream
-            return graph
-
-        patch(base.graph, "_replay", lambda original: lambda self, stream: original(self, self.captured_on))
-
-    return apply
-
-
-def _every_second(base):
-    patch(
-        base.graph,
-        "_replay",
-        lambda original: lambda self, stream: original(self, stream) if self._generation % 2 else None,
-    )
-
-
-def _scattered(base):
-    def replay(self, stream):
-        streams = self.backend.streams
-        for number, task in enumerate(self.program):
-            streams[(streams.index(stream) + number) % len(streams)].put(task)
-
-    base.graph._replay = replay
-
-
 def _pool_name(base):
     patch(base.backend, "create_graph_pool", lambda original: lambda self, name: original(self, "pool"))
-
-
-def _one_pool(base):
-    from outrider_sim.machine.graphs import OpenCapture
-    from outrider_sim.machine.memory import Pool
-
-    pools = {}
-
-    @patched(OpenCapture, "__init__")
-    def init(original, self, sim, name, pool, *rest):
-        original(self, sim, name, pools.setdefault(id(sim), Pool("the one")), *rest)

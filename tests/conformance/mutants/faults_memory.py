@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conformance.mutants.catalogue import Mutant, other, patch, patched
+from conformance.mutants.catalogue import Mutant, patch, patched
 
 THREADS, SIM = "threads", "sim"
 
 
 def mutants() -> Iterator[Mutant]:
     for verb, fault, level, apply in (
-        ("Backend._empty_pinned", "hands out the same memory again", 1, _same_pinned),
         ("Backend._empty_pinned", "has another dtype", 1, _pinned_dtype),
         ("Backend._empty_pinned", "isn't contiguous", 1, _pinned_strided),
-        ("Backend._copy_async", "leaves the last element out", 1, _copy_short),
-        ("Backend._copy_async", "goes the other way", 1, _copy_back),
         ("Backend._copy_async", "copies the neighbours of a slice too", 1, _copy_neighbours),
-        ("Backend._copy_async", "reads the source at the call", 1, _copy_snapshot),
-        ("Backend._copy_async", "goes to another stream", 1, _copy_elsewhere),
-        ("Backend._copy_async", "writes memory of its own", 1, _copy_into_clone),
         ("Backend.memory_info", "is negative", 1, _negative_memory),
     ):
         yield Mutant(verb, fault, THREADS, level, apply)
@@ -29,27 +23,14 @@ def mutants() -> Iterator[Mutant]:
         ("Backend._is_pinned", "is False for all memory", 1, lambda base: patch(base.backend, "_is_pinned", _false)),
         ("Backend._is_pinned", "doesn't know slices", 1, _forgets_slices),
         ("Backend.memory_info", "doesn't follow allocations", 1, _frozen_memory),
-        ("Backend.memory_info", "counts backwards", 1, _reversed_memory),
         ("Backend.locate", "is one byte off", 1, _locate_off),
         ("Observer.launched", "isn't told of writes", 1, _writes_untold),
         ("Observer.rows_touched", "is told of one row more", 1, _rows_wrong),
-        ("events", "are recycled by the driver", 1, _recycled_events),
     ):
         yield Mutant(verb, fault, SIM, level, apply)
     for base in (THREADS, SIM):
-        yield Mutant("Backend.keep_alive", "holds nothing", base, 1, _hold_nothing)
-        yield Mutant("Backend.release_finished", "drops everything", base, 1, _release_all)
         yield Mutant("Backend.release_finished", "drops nothing", base, 1, _release_none)
         yield Mutant("Backend.release_finished", "waits for the events", base, 1, _release_waits)
-        yield Mutant("Fence", "is the same for every edge", base, 1, _one_fence)
-
-
-def _same_pinned(base):
-    kept = {}
-
-    @patched(base.backend, "_empty_pinned")
-    def empty(original, self, shape, dtype):
-        return kept.setdefault((shape, dtype), original(self, shape, dtype))
 
 
 def _pinned_dtype(base):
@@ -71,17 +52,6 @@ def _copy(base, change):
     patch(base.backend, "_copy_async", make)
 
 
-def _copy_short(base):
-    def change(self, original, destination, source):
-        original(self, destination.flatten()[:-1], source.flatten()[:-1])
-
-    _copy(base, change)
-
-
-def _copy_back(base):
-    _copy(base, lambda self, original, destination, source: original(self, source, destination))
-
-
 def _copy_neighbours(base):
     def change(self, original, destination, source):
         if destination._base is not None and source._base is not None and destination._base.shape == source._base.shape:
@@ -89,31 +59,6 @@ def _copy_neighbours(base):
         return original(self, destination, source)
 
     _copy(base, change)
-
-
-def _copy_snapshot(base):
-    def change(self, original, destination, source):
-        import torch
-
-        with torch.utils._python_dispatch._disable_current_modes():
-            snapshot = source.clone()
-        original(self, destination, snapshot)
-
-    _copy(base, change)
-
-
-def _copy_elsewhere(base):
-    def change(self, original, destination, source):
-        with self._on(other(self._thread.stream)):
-            original(self, destination, source)
-
-    _copy(base, change)
-
-
-def _copy_into_clone(base):
-    import torch
-
-    _copy(base, lambda self, original, destination, source: original(self, torch.empty_like(destination), source))
 
 
 def _negative_memory(base):
@@ -144,15 +89,6 @@ def _frozen_memory(base):
     from dataclasses import replace
 
     patch(base.backend, "memory_info", lambda original: lambda self: replace(original(self), allocated=0))
-
-
-def _reversed_memory(base):
-    from dataclasses import replace
-
-    @patched(base.backend, "memory_info")
-    def info(original, self):
-        found = original(self)
-        return replace(found, allocated=found.free, free=max(found.allocated, 1))
 
 
 def _locate_off(base):
@@ -193,10 +129,6 @@ def _rows_wrong(base):
     _attached(base, change)
 
 
-def _recycled_events(base):
-    base.spec = "sim:events=recycled"
-
-
 # -- lifetime -------------------------------------------------------------------------------------------------------------
 
 
@@ -204,14 +136,6 @@ def _keeper():
     from outrider.device.memory import KeepAlive
 
     return KeepAlive
-
-
-def _hold_nothing(base):
-    _keeper().hold = lambda self, objects, until: None
-
-
-def _release_all(base):
-    _keeper().release_finished = lambda self: (self._held.clear(), 0)[1]
 
 
 def _release_none(base):
@@ -223,11 +147,3 @@ def _release_waits(base):
         return lambda self: ([event.synchronize() for event, _ in self._held], original(self))[1]
 
     patch(_keeper(), "release_finished", make)
-
-
-def _one_fence(base):
-    @patched(base.sync, "create_fence")
-    def create(original, self, name):
-        fence = original(self, name)
-        fence.event = self.__dict__.setdefault("shared", fence.event)
-        return fence
