@@ -225,7 +225,9 @@ def test_a_limit_is_the_larger_of_bytes_and_operations():
 
 
 def test_operations_counted_by_hand():
-    engine = load("cpu", Speculation.with_defaults("none", model=None, draft=None, draft_tokens=1), max_requests=2)
+    engine = load(
+        "cpu", Speculation.with_defaults("none", model=None, draft=None, draft_tokens=1), max_requests=2, dtype="float32"
+    )
     config, length, weights = engine.model.config, 24, engine.model.weights
     output, token = 2 * weights.head.numel(), operations(weights.layers)
     scores = 4 * config.num_layers * config.num_heads * config.head_size
@@ -235,7 +237,9 @@ def test_operations_counted_by_hand():
     assert found.bytes - shorter.bytes == 2 * 4 * config.num_layers * config.num_kv_heads * config.head_size
     found = iteration_cost(engine, batch=2, context=10)
     assert found == Cost(iteration_bytes(engine, batch=2, context=10), 2 * (token + output + 10 * scores))
-    drafting = load("cpu", Speculation.with_defaults("eagle", model=None, draft=None, draft_tokens=3), max_requests=2)
+    drafting = load(
+        "cpu", Speculation.with_defaults("eagle", model=None, draft=None, draft_tokens=3), max_requests=2, dtype="float32"
+    )
     head = drafting.proposer.head
     drafted = operations(head.weights.layers) + 2 * head.weights.fusion.numel() + output
     drafted += 10 * 4 * head.config.num_heads * head.config.head_size
