@@ -1,7 +1,7 @@
 """What the kit draws for kernels: all of them, with the interface's noise, and judged by tests that refuse what is wrong."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,17 @@ from tests.kernels.devices import SMALL as SMALL_DEVICE
 from conformance.mutants import unseen_operands
 from conformance.mutants.generated import kernels
 from conformance.small_problems import SMALL, small
-from outrider.device import KernelSet, ResidualStream
+from outrider.device import (
+    AttentionBlock,
+    AttentionTokens,
+    ExpertsBlock,
+    KernelSet,
+    LayerRows,
+    MlpBlock,
+    RecurrentBlock,
+    RecurrentTokens,
+    ResidualStream,
+)
 from outrider.device.kernels.kernelset import kernel_names
 from outrider.device.kernels.reference.model import uniforms
 from outrider.device.kernels.weights import linear
@@ -283,6 +293,83 @@ def test_wrong_blocks_are_told(block, fault, more, format):
         check_kernels(right, made)
     with pytest.raises(AssertionError):
         check_kernels(WrongBlocks(fault), made)
+
+
+BLOCK_RECORDS = {AttentionBlock: "attention_block", MlpBlock: "mlp_block", ExpertsBlock: "experts_block"}
+BLOCK_RECORDS |= {RecurrentBlock: "recurrent_block", RecurrentTokens: "recurrent_block"}
+BLOCK_RECORDS |= {AttentionTokens: "attention_block", LayerRows: "attention_block"}
+
+
+def optional_fields(record):
+    """The fields of a record that have a default, with it."""
+    if not is_dataclass(record):
+        return record._field_defaults
+    return {field.name: field.default for field in fields(record) if field.default is not MISSING}
+
+
+class IgnoresField(KernelSet):
+    """Blocks that compute as if a field of each record that they receive had its default."""
+
+    def __init__(self, record, field):
+        self.record, self.default = record, {field: optional_fields(record)[field]}
+
+    def without(self, value):
+        if isinstance(value, self.record):
+            return replace(value, **self.default) if is_dataclass(value) else value._replace(**self.default)
+        if isinstance(value, AttentionTokens | RecurrentTokens):
+            return value._replace(rows=self.without(value.rows))
+        return value
+
+    def resolve_block(self, name, block):
+        del block  # the method gets it too
+        compute = getattr(KernelSet, name)
+        return lambda x, *records, **more: compute(self, x, *map(self.without, records), **more)
+
+
+def fails_at_corners(kernels, block):
+    """Whether the kernels fail at one of the corners of a block's problems."""
+    for number, shape in enumerate(KERNELS[block].corners):
+        try:
+            check_kernels(kernels, problem(KERNELS[block], shape, torch.float32, number))
+        except (AssertionError, RuntimeError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        (record, field)
+        for record in BLOCK_RECORDS
+        for field in optional_fields(record)
+        if field != "decodes"  # chooses between two kernels of one result
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_block_that_ignores_a_field_is_told(record, field):
+    """A field that is added to a record needs operands here that set it."""
+    assert fails_at_corners(IgnoresField(record, field), BLOCK_RECORDS[record])
+
+
+def test_a_block_that_ignores_the_attention_that_it_gets_is_told():
+    class Ignores(KernelSet):
+        def attention_block(self, x, block, tokens, *, attend=None):
+            del attend
+            return super().attention_block(x, block, tokens)
+
+    assert fails_at_corners(Ignores(), "attention_block")
+    assert not fails_at_corners(KernelSet(), "attention_block")
+
+
+def test_a_method_that_a_set_resolves_for_some_weights_is_told():
+    class Resolves(KernelSet):
+        def resolve_block(self, name, block):
+            method = super().resolve_block(name, block)
+            if name != "mlp_block" or block.gate_up_bias is None:
+                return method
+            return lambda x, block: method(x, replace(block, gate_up_bias=None))
+
+    assert fails_at_corners(Resolves(), "mlp_block")
 
 
 @pytest.mark.parametrize("fault", ["no add", "no scale"])
