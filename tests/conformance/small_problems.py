@@ -17,3 +17,11 @@ SMALL |= {"split": 0, "ranks": 0, "gated": 0, "head_scales": 0, "no_norm": 0, "a
 def small(name, dtype=torch.float32):
     drawn = KERNELS[name]
     return problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, dtype, 0)
+
+
+def small_rows(name, tokens):
+    """The small problem with so many tokens."""
+    drawn = KERNELS[name]
+    return problem(
+        drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions} | {"tokens": tokens}, torch.float32, 0
+    )

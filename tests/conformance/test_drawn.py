@@ -10,7 +10,7 @@ from tests.kernels.devices import SMALL as SMALL_DEVICE
 
 from conformance.mutants import unseen_operands
 from conformance.mutants.generated import kernels
-from conformance.small_problems import SMALL, small
+from conformance.small_problems import SMALL, small, small_rows
 from outrider.device import (
     AttentionBlock,
     AttentionTokens,
@@ -30,7 +30,8 @@ from outrider_conformance.engines import observe
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.random_kernels import bounds, token_choices
-from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, check_problem, problem
+from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, check_problem, check_row_bits, problem
+from outrider_conformance.random_kernels.paged_batch import paged_batch
 from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, shrink_shape
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
@@ -372,6 +373,33 @@ def test_a_method_that_a_set_resolves_for_some_weights_is_told():
     assert fails_at_corners(Resolves(), "mlp_block")
 
 
+class BatchRounds(KernelSet):
+    """Kernels of which a batch of several rows rounds otherwise than one row, though they say that it doesn't."""
+
+    row_invariant = True
+    cache_formats = KernelSet.cache_formats
+
+    def linear(self, x, weight, bias=None):
+        made = super().linear(x, weight, bias)
+        return made if x.shape[0] == 1 else made.nextafter(made.new_tensor(torch.inf))
+
+    def paged_attention(self, q, k_cache, v_cache, metadata, *, scale, window=0):
+        made = super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        return made if len(metadata.seq_lens) == 1 else made * (1 + 2**-7)
+
+
+def test_rows_that_a_batch_rounds_otherwise_are_told():
+    backend = get_backend("cpu")
+    lab, stream = Lab(backend), backend.create_stream("s")
+    invariant, made = KernelSet().batch_invariant(), small_rows("linear", 33)
+    check_row_bits(lab, stream, invariant, made, "linear", ("x",))
+    paged_batch(lab, "a ragged prompt").check_bits(invariant)
+    with pytest.raises(AssertionError, match="rows 0 to 0 of 'out' have other bits"):
+        check_row_bits(lab, stream, BatchRounds(), made, "linear", ("x",))
+    with pytest.raises(AssertionError, match="sequence 0 has other bits"):
+        paged_batch(lab, "a ragged prompt").check_bits(BatchRounds())
+
+
 @pytest.mark.parametrize("fault", ["no add", "no scale"])
 def test_a_wrong_primitive_is_told_in_a_composed_block(fault):
     class Wrong(KernelSet):
@@ -548,6 +576,7 @@ _RARE += [
     name for name, *_ in unseen_operands.faults() if name.endswith(("with zeros", "added up", "by zero", "pending token"))
 ]
 _RARE += ["keys of zeros have no direction", "the root of a key's norm holds 2e-10"]
+_RARE += [name for name, *_ in unseen_operands.faults() if name.endswith(("in float16", "isn't settled"))]
 
 
 @pytest.mark.parametrize("fault", _RARE)
@@ -560,11 +589,15 @@ def test_faults_of_rare_operands_show(fault):
         "paged_attention": SMALL | {"batch": 1, "new": 33, "context": 40, "window": 1},
         "experts": SMALL | {"tokens": 257, "experts": 2, "chosen": 1, "inner": 8, "outer": 8, "flag": 1, "held": 0},
     }.get(kernel, SMALL)
+    if fault.endswith("in float16"):
+        shape = shape | {"tokens": 33}
+    if fault.endswith(("isn't settled", "2e-10")):
+        shape = shape | {"batch": 9}
     if fault.endswith("by zero"):  # in windows, sequences of padding alone have no earlier tokens
         shape = shape | {"windowed": 0}
     base = SimpleNamespace(backend=type("Broken", (), {}))
     kernels({kernel: make})(base)
-    made = problem(KERNELS[kernel], shape, torch.float32, 0)
+    made = problem(KERNELS[kernel], shape, torch.float16 if fault.endswith("in float16") else torch.float32, 0)
     check_kernels(KernelSet(), made)
     with pytest.raises(AssertionError, match=r"further off than rounding allows|differ;|NaN or infinity"):
         check_kernels(base.backend().kernels, made)
