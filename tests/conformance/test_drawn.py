@@ -30,6 +30,7 @@ from outrider_conformance.engines import observe
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.random_kernels import bounds, token_choices
+from outrider_conformance.random_kernels.far_rows import FAR_CALLS, check_far_rows
 from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, check_problem, check_row_bits, problem
 from outrider_conformance.random_kernels.paged_batch import paged_batch
 from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, shrink_shape
@@ -601,3 +602,36 @@ def test_faults_of_rare_operands_show(fault):
     check_kernels(KernelSet(), made)
     with pytest.raises(AssertionError, match=r"further off than rounding allows|differ;|NaN or infinity"):
         check_kernels(base.backend().kernels, made)
+
+
+@pytest.mark.parametrize("kernel", FAR_CALLS)
+def test_offsets_of_32_bits_are_told(kernel):
+    """A row beyond 2**31 elements is taken for the row before by that number: an offset that overflowed."""
+
+    def wrapped(rows):
+        return torch.where(rows >= 2**31 // 1024, rows - 2**31 // 1024, rows)
+
+    class Wraps(KernelSet):
+        cache_formats = KernelSet.cache_formats
+
+        def gather_rows(self, state, rows):
+            return super().gather_rows(state, wrapped(rows))
+
+        def scatter_rows(self, state, rows, values):
+            super().scatter_rows(state, wrapped(rows), values)
+
+        def rope_write_cache(self, q, k, v, cos, sin, k_cache, v_cache, slots):
+            super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, wrapped(slots))
+
+        def move_cache(self, k_cache, v_cache, sources, destinations):
+            super().move_cache(k_cache, v_cache, wrapped(sources), wrapped(destinations))
+
+        def paged_attention(self, q, k_cache, v_cache, metadata, *, scale, window=0):
+            metadata = replace(metadata, block_table=wrapped(metadata.block_table * 16) // 16)
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+
+    check_far_rows(Lab(get_backend("cpu")), kernel)
+    backend = get_backend("cpu")
+    backend.use_kernels(Wraps())
+    with pytest.raises(AssertionError, match="compute offsets in 64 bits"):
+        check_far_rows(Lab(backend), kernel)

@@ -18,6 +18,7 @@ from outrider.device import CapabilityError, CaptureContext, KernelSet
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
 from outrider_conformance.promises import first_sentence, needs, promise
+from outrider_conformance.random_kernels.far_rows import FAR_CALLS, check_far_rows
 from outrider_conformance.random_kernels.kernels import (
     KERNELS,
     check_concurrent_calls,
@@ -165,6 +166,13 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
         error = fails(shape)
         if error is not None:
             raise shrink_shape(fails, shape, smallest_shape(drawn.corners), error)[1]
+
+
+@promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
+@pytest.mark.parametrize("kernel", FAR_CALLS)
+def test_offsets_have_more_than_32_bits(lab: Lab, kernel: str) -> None:
+    """Rows of a cache are read and written right beyond 2**31 elements."""
+    check_far_rows(lab, kernel)
 
 
 @promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
