@@ -254,7 +254,7 @@ def _invariant_kernels(lab: Lab, which: str) -> KernelSet:
     return kernels
 
 
-@promise("KernelSet.row_invariant", "True if the bits of a token's or request's result don't depend on the other rows")
+@promise("KernelSet.batch_invariant", "kernels of this device that are ``row_invariant``: the order of a row's sums is fixed")
 @pytest.mark.parametrize("which", ["in use", "batch_invariant"])
 @pytest.mark.parametrize("drawn", _INVARIANT, ids=lambda drawn: drawn.kernel)
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(lab: Lab, drawn: KernelProblems, which: str) -> None:
@@ -267,7 +267,7 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(lab: Lab, drawn: KernelPr
         check_row_bits(lab, stream, kernels, made, drawn.kernel, _ROWS[drawn.kernel.partition(",")[0]])
 
 
-@promise("KernelSet.row_invariant", "True if the bits of a token's or request's result don't depend on the other rows")
+@promise("KernelSet.batch_invariant", "kernels of this device that are ``row_invariant``: the order of a row's sums is fixed")
 @pytest.mark.parametrize("which", ["in use", "batch_invariant"])
 def test_the_bits_of_attention_do_not_depend_on_other_requests(lab: Lab, which: str) -> None:
     """Attention of a sequence alone has the bits that it has in a batch of ragged sequences."""
