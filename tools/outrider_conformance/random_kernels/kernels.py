@@ -200,8 +200,8 @@ def check_row_bits(
     operands = lab.upload(stream, problem.tensors)
 
     def results(rows: slice) -> dict[str, Tensor]:
-        own = {name: one[rows].clone() if name in names else one for name, one in operands.items()}
         with lab.backend.on(stream):
+            own = {name: one[rows].clone() if name in names else one for name, one in operands.items()}
             made = _results(problem, kernels, own)
         stream.synchronize()
         return {name: result.cpu() for name, result in made.items()}
