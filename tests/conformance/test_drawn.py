@@ -1,7 +1,7 @@
 """What the kit draws for kernels: all of them, with the interface's noise, and judged by tests that refuse what is wrong."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,17 @@ from tests.kernels.devices import SMALL as SMALL_DEVICE
 from conformance.mutants import unseen_operands
 from conformance.mutants.generated import kernels
 from conformance.small_problems import SMALL, small
-from outrider.device import KernelSet, ResidualStream
+from outrider.device import (
+    AttentionBlock,
+    AttentionTokens,
+    ExpertsBlock,
+    KernelSet,
+    LayerRows,
+    MlpBlock,
+    RecurrentBlock,
+    RecurrentTokens,
+    ResidualStream,
+)
 from outrider.device.kernels.kernelset import kernel_names
 from outrider.device.kernels.reference.model import uniforms
 from outrider.device.kernels.weights import linear
@@ -20,7 +30,9 @@ from outrider_conformance.engines import observe
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.random_kernels import bounds, token_choices
-from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, check_problem, problem
+from outrider_conformance.random_kernels.far_rows import FAR_CALLS, check_far_rows
+from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels, check_problem, check_row_bits, problem
+from outrider_conformance.random_kernels.paged_batch import paged_batch
 from outrider_conformance.random_kernels.problem import RandomValues, among, between, paired_shapes, shrink_shape
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
@@ -285,6 +297,110 @@ def test_wrong_blocks_are_told(block, fault, more, format):
         check_kernels(WrongBlocks(fault), made)
 
 
+BLOCK_RECORDS = {AttentionBlock: "attention_block", MlpBlock: "mlp_block", ExpertsBlock: "experts_block"}
+BLOCK_RECORDS |= {RecurrentBlock: "recurrent_block", RecurrentTokens: "recurrent_block"}
+BLOCK_RECORDS |= {AttentionTokens: "attention_block", LayerRows: "attention_block"}
+
+
+def optional_fields(record):
+    """The fields of a record that have a default, with it."""
+    if not is_dataclass(record):
+        return record._field_defaults
+    return {field.name: field.default for field in fields(record) if field.default is not MISSING}
+
+
+class IgnoresField(KernelSet):
+    """Blocks that compute as if a field of each record that they receive had its default."""
+
+    def __init__(self, record, field):
+        self.record, self.default = record, {field: optional_fields(record)[field]}
+
+    def without(self, value):
+        if isinstance(value, self.record):
+            return replace(value, **self.default) if is_dataclass(value) else value._replace(**self.default)
+        if isinstance(value, AttentionTokens | RecurrentTokens):
+            return value._replace(rows=self.without(value.rows))
+        return value
+
+    def resolve_block(self, name, block):
+        del block  # the method gets it too
+        compute = getattr(KernelSet, name)
+        return lambda x, *records, **more: compute(self, x, *map(self.without, records), **more)
+
+
+def fails_at_corners(kernels, block):
+    """Whether the kernels fail at one of the corners of a block's problems."""
+    for number, shape in enumerate(KERNELS[block].corners):
+        try:
+            check_kernels(kernels, problem(KERNELS[block], shape, torch.float32, number))
+        except (AssertionError, RuntimeError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        (record, field)
+        for record in BLOCK_RECORDS
+        for field in optional_fields(record)
+        if field != "decodes"  # chooses between two kernels of one result
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_block_that_ignores_a_field_is_told(record, field):
+    """A field that is added to a record needs operands here that set it."""
+    assert fails_at_corners(IgnoresField(record, field), BLOCK_RECORDS[record])
+
+
+def test_a_block_that_ignores_the_attention_that_it_gets_is_told():
+    class Ignores(KernelSet):
+        def attention_block(self, x, block, tokens, *, attend=None):
+            del attend
+            return super().attention_block(x, block, tokens)
+
+    assert fails_at_corners(Ignores(), "attention_block")
+    assert not fails_at_corners(KernelSet(), "attention_block")
+
+
+def test_a_method_that_a_set_resolves_for_some_weights_is_told():
+    class Resolves(KernelSet):
+        def resolve_block(self, name, block):
+            method = super().resolve_block(name, block)
+            if name != "mlp_block" or block.gate_up_bias is None:
+                return method
+            return lambda x, block: method(x, replace(block, gate_up_bias=None))
+
+    assert fails_at_corners(Resolves(), "mlp_block")
+
+
+class BatchRounds(KernelSet):
+    """Kernels of which a batch of several rows rounds otherwise than one row, though they say that it doesn't."""
+
+    row_invariant = True
+    cache_formats = KernelSet.cache_formats
+
+    def linear(self, x, weight, bias=None):
+        made = super().linear(x, weight, bias)
+        return made if x.shape[0] == 1 else made.nextafter(made.new_tensor(torch.inf))
+
+    def paged_attention(self, q, k_cache, v_cache, metadata, *, scale, window=0):
+        made = super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        return made if len(metadata.seq_lens) == 1 else made * (1 + 2**-7)
+
+
+def test_rows_that_a_batch_rounds_otherwise_are_told():
+    backend = get_backend("cpu")
+    lab, stream = Lab(backend), backend.create_stream("s")
+    invariant, made = KernelSet().batch_invariant(), small("linear", tokens=33)
+    check_row_bits(lab, stream, invariant, made, "linear", ("x",))
+    paged_batch(lab, "a ragged prompt").check_bits(invariant)
+    with pytest.raises(AssertionError, match="rows 0 to 0 of 'out' have other bits"):
+        check_row_bits(lab, stream, BatchRounds(), made, "linear", ("x",))
+    with pytest.raises(AssertionError, match="sequence 0 has other bits"):
+        paged_batch(lab, "a ragged prompt").check_bits(BatchRounds())
+
+
 @pytest.mark.parametrize("fault", ["no add", "no scale"])
 def test_a_wrong_primitive_is_told_in_a_composed_block(fault):
     class Wrong(KernelSet):
@@ -454,6 +570,7 @@ _RARE += [
     name for name, *_ in unseen_operands.faults() if name.endswith(("with zeros", "added up", "by zero", "pending token"))
 ]
 _RARE += ["keys of zeros have no direction", "the root of a key's norm holds 2e-10"]
+_RARE += [name for name, *_ in unseen_operands.faults() if name.endswith(("in float16", "isn't settled"))]
 
 
 @pytest.mark.parametrize("fault", _RARE)
@@ -466,11 +583,48 @@ def test_faults_of_rare_operands_show(fault):
         "paged_attention": SMALL | {"batch": 1, "new": 33, "context": 40, "window": 1},
         "experts": SMALL | {"tokens": 257, "experts": 2, "chosen": 1, "inner": 8, "outer": 8, "flag": 1, "held": 0},
     }.get(kernel, SMALL)
+    if fault.endswith("in float16"):
+        shape = shape | {"tokens": 33}
+    if fault.endswith(("isn't settled", "2e-10")):
+        shape = shape | {"batch": 9}
     if fault.endswith("by zero"):  # in windows, sequences of padding alone have no earlier tokens
         shape = shape | {"windowed": 0}
     base = SimpleNamespace(backend=type("Broken", (), {}))
     kernels({kernel: make})(base)
-    made = problem(KERNELS[kernel], shape, torch.float32, 0)
+    made = problem(KERNELS[kernel], shape, torch.float16 if fault.endswith("in float16") else torch.float32, 0)
     check_kernels(KernelSet(), made)
     with pytest.raises(AssertionError, match=r"further off than rounding allows|differ;|NaN or infinity"):
         check_kernels(base.backend().kernels, made)
+
+
+@pytest.mark.parametrize("kernel", FAR_CALLS)
+def test_offsets_of_32_bits_are_told(kernel):
+    """A row beyond 2**31 elements is taken for the row before by that number: an offset that overflowed."""
+
+    def wrapped(rows):
+        return torch.where(rows >= 2**31 // 1024, rows - 2**31 // 1024, rows)
+
+    class Wraps(KernelSet):
+        cache_formats = KernelSet.cache_formats
+
+        def gather_rows(self, state, rows):
+            return super().gather_rows(state, wrapped(rows))
+
+        def scatter_rows(self, state, rows, values):
+            super().scatter_rows(state, wrapped(rows), values)
+
+        def rope_write_cache(self, q, k, v, cos, sin, k_cache, v_cache, slots):
+            super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, wrapped(slots))
+
+        def move_cache(self, k_cache, v_cache, sources, destinations):
+            super().move_cache(k_cache, v_cache, wrapped(sources), wrapped(destinations))
+
+        def paged_attention(self, q, k_cache, v_cache, metadata, *, scale, window=0):
+            metadata = replace(metadata, block_table=wrapped(metadata.block_table * 16) // 16)
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+
+    check_far_rows(Lab(get_backend("cpu")), kernel)
+    backend = get_backend("cpu")
+    backend.use_kernels(Wraps())
+    with pytest.raises(AssertionError, match="compute offsets in 64 bits"):
+        check_far_rows(Lab(backend), kernel)

@@ -25,6 +25,9 @@ def faults() -> Iterator[tuple[str, str, Callable[[Kernel], Kernel]]]:
         _given(lambda k: _wide(k, "weight"), weight=_misread),
     )
     yield "a norm of an odd size drops the last element", "rms_norm", _given(lambda k: _odd(k["x"]), x=_without_last)
+    for kernel, x in (("rms_norm", "x"), ("add_rms_norm", "residual"), ("gated_rms_norm", "x")):
+        yield f"squares of {kernel} overflow in float16", kernel, _squares(x)
+    yield "a sequence without new tokens isn't settled", "short_convolution", _unsettled
     yield "gates above 20 are clamped", "silu_mul", _given(lambda k: k["gate_up"].max() > 20, gate_up=_clamped)
     yield "a row of NaN spoils the others", "linear", _spoils_rows("x")
     yield "a query of NaN spoils the others", "paged_attention", _spoils_rows("q")
@@ -186,6 +189,34 @@ def _times_zero(kernel):
         return made
 
     return recurrent
+
+
+def _squares(x):
+    def make(kernel):
+        def norm(**k):
+            made = kernel(**k)
+            if made.dtype is torch.float16:
+                reach()
+                made = made.masked_fill(k[x].square().isinf().any(-1, keepdim=True), 0.0)
+            return made
+
+        return norm
+
+    return make
+
+
+def _unsettled(kernel):
+    def convolution(**k):
+        batch = k["batch"]
+        rows = batch.rows[batch.query_start.diff() == 0]
+        before = k["state"][rows].clone()
+        made = kernel(**k)
+        if k["window"] is not None and len(rows):
+            reach()
+            k["state"][rows] = before
+        return made
+
+    return convolution
 
 
 def _has_pending(k):

@@ -285,7 +285,7 @@ def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache:
     operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
     made = dice.normal(tokens, heads + 2 * kv_heads, size, dtype=dtype)
     # Heads differ in size, so that a norm of all of them is told from one of each.
-    made[:, : heads + kv_heads] *= 4.0 ** dice.integers(-3, 4, heads + kv_heads)[:, None]
+    made[:, : heads + kv_heads] *= 4.0 ** dice.integers(-4, 5, heads + kv_heads)[:, None]
     made[:, heads + kv_heads :] *= _SPREAD[cache]
     kept = torch.promote_types(dtype, torch.float32) if shape["wide_norm"] else dtype
     norms = {name: dice.factors(size, dtype=kept) * factor for name, factor in (("q_norm", 1.0), ("k_norm", _SPREAD[cache]))}

@@ -4,13 +4,17 @@ chain.
 The composed blocks of the references in float64 give the expected results. A problem passes the residual stream through two
 blocks of a kind, so that a contribution that the first defers is fused with the second. Weights don't quantise activations,
 since the quantisation of a norm depends on its last bit.
+
+The problems set every field of the records that a block receives: a field that a kernel ignores changes the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +25,21 @@ from outrider.device import (
     AttentionBlock,
     AttentionMetadata,
     AttentionTokens,
+    BlockKernels,
     DeltaRuleWeights,
     ExpertsBlock,
     HeadNorms,
     KernelSet,
     LayerRows,
     MlpBlock,
+    RankBoundary,
     RecurrentBatch,
     RecurrentBlock,
     RecurrentTokens,
     RecurrentWindow,
     ResidualStream,
     RotaryArgs,
+    SplitWeight,
     Weight,
 )
 from outrider_conformance.random_kernels import bounds
@@ -59,6 +66,33 @@ _HEAD_SIZES = 64, 128
 _EXPERTS = 3
 
 
+class _TwinRanks(RankBoundary):
+    """The boundary of a rank whose peers have the same operands: a tensor-parallel peer, and another data-parallel group."""
+
+    reduces = True
+
+    def add(self, partial: Tensor, rows: Tensor) -> Tensor:
+        return rows.add_(partial * 2)
+
+    def add_rms_norm(self, kernels: BlockKernels, partial: Tensor, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return kernels.add_rms_norm(partial * 2, rows, norm, eps)
+
+    def gather_tokens(self, normed: Tensor) -> Tensor:
+        return torch.cat((normed, normed))
+
+    def scatter_tokens(self, partial: Tensor, tokens: int) -> Tensor:
+        return partial[:tokens] + partial[tokens:]
+
+
+_TWIN_RANKS = _TwinRanks()
+
+
+def resolved(kernels: KernelSet, name: str, x: ResidualStream, block: object, *tokens: object, **more: Any) -> ResidualStream:
+    """Compute the block ``name`` by the method that a model takes for these weights."""
+    made: ResidualStream = kernels.resolve_block(name, block)(x, block, *tokens, **more)
+    return made
+
+
 class _ProblemOperands:
     """The operands of a problem of blocks under construction, by name."""
 
@@ -71,6 +105,20 @@ class _ProblemOperands:
         made = random_matrix(name, rows, columns, self.shape, self.dtype, self.dice, self.format)
         self.made |= made.operands
         return made.weight
+
+    def rows_of_two_formats(self, name: str, rows: int, columns: int) -> Callable[[Mapped], Weight]:
+        """Add a weight as :meth:`matrix` does; if ``split``, its second half of rows is unquantised, and stored apart."""
+        if not self.shape["split"]:
+            return self.matrix(name, rows, columns)
+        first = self.matrix(f"{name} first", rows // 2, columns)
+        rest = random_matrix(f"{name} rest", rows - rows // 2, columns, self.shape, self.dtype, self.dice, None)
+        self.made |= rest.operands
+        return lambda o: SplitWeight((first(o), rest.weight(o)))  # type: ignore[arg-type]  # neither is split itself
+
+    @property
+    def ranks(self) -> RankBoundary:
+        """The boundary of the rank that computes the blocks."""
+        return _TWIN_RANKS if self.shape["ranks"] else RankBoundary()
 
     def vector(self, name: str, size: int) -> None:
         """Add a vector, such as a norm or a bias."""
@@ -115,7 +163,8 @@ def _number_near(made: Tensor, rounded: Tensor, dtype: torch.dtype, *, narrow: b
 
 def _mlp(operands: _ProblemOperands, name: str, hidden: int) -> Callable[[Mapped], MlpBlock]:
     inner, bias = operands.shape["inner"], operands.shape["bias"]
-    gate_up, down = operands.matrix(f"{name} gate_up", 2 * inner, hidden), operands.matrix(f"{name} down", hidden, inner)
+    gate_up = operands.rows_of_two_formats(f"{name} gate_up", 2 * inner, hidden)
+    down = operands.matrix(f"{name} down", hidden, inner)
     operands.vector(f"{name} norm", hidden)
     if bias:
         operands.vector(f"{name} gate_up bias", 2 * inner)
@@ -127,6 +176,7 @@ def _mlp(operands: _ProblemOperands, name: str, hidden: int) -> Callable[[Mapped
         gate_up_bias=o.get(f"{name} gate_up bias"),
         down=down(o),
         down_bias=o.get(f"{name} down bias"),
+        ranks=operands.ranks,
     )
 
 
@@ -136,8 +186,8 @@ def _mlp_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str
     first, second = (_mlp(operands, name, shape["hidden"]) for name in ("first", "second"))
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        x = kernels.mlp_block(ResidualStream(kernels, o["residual"]), first(o))
-        return {"out": kernels.mlp_block(x, second(o)).norm(o["last norm"], EPS)}
+        x = resolved(kernels, "mlp_block", ResidualStream(kernels, o["residual"]), first(o))
+        return {"out": resolved(kernels, "mlp_block", x, second(o)).norm(o["last norm"], EPS)}
 
     return operands.problem(call, ("residual",))
 
@@ -171,11 +221,12 @@ def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format:
             down=outputs,
             shared=shared(o),
             shared_gate=o["shared_gate"],
+            ranks=operands.ranks,
         )
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        x = kernels.mlp_block(ResidualStream(kernels, o["residual"]), following(o))
-        return {"out": kernels.experts_block(x, experts(o)).norm(o["last norm"], EPS)}
+        x = resolved(kernels, "mlp_block", ResidualStream(kernels, o["residual"]), following(o))
+        return {"out": resolved(kernels, "experts_block", x, experts(o)).norm(o["last norm"], EPS)}
 
     return operands.problem(call, ("residual",))
 
@@ -191,7 +242,7 @@ def _sequences(operands: _ProblemOperands, page: int, size: int, cache: str | No
     used = torch.zeros(1 + batch * pages, page, dtype=torch.bool)
     used[table] = (torch.arange(pages * page) < context + new).view(pages, page)
     made = operands.made
-    angle = dice.uniform(batch * new, size // 2) * 6.28
+    angle = dice.uniform(batch * new, size // (4 if shape["partial"] else 2)) * 6.28
     for name, each in (("cos", angle.cos()), ("sin", angle.sin())):
         made[name] = Operand(each.repeat(1, 2).to(operands.dtype))
     for name in ("k_cache 0", "v_cache 0", "k_cache 1", "v_cache 1"):
@@ -206,16 +257,22 @@ def _sequences(operands: _ProblemOperands, page: int, size: int, cache: str | No
         "last": Operand(torch.arange(new - 1, batch * new, new)),
         "starts": Operand(torch.arange(batch + 1, dtype=torch.int32)),
     }
-    if shape["tree"]:
+    if shape["tree"] and not shape["window"]:
         lane = torch.arange(new)
         branches = ((lane[:, None] - lane) % 2 == 0) & (lane[:, None] >= lane) | (lane == 0)
         made["tree_mask"] = Operand(branches.repeat(batch, 1))
 
 
+def _doubled_attention(kernels: KernelSet, *operands: Any, **named: Any) -> Tensor:
+    """Compute attention as a wrapper of kernels that passes its own attention to their block."""
+    return kernels.paged_attention(*operands, **named) * 2
+
+
 def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) -> Callable[[Mapped], AttentionBlock]:
     shape, attention = operands.shape, _HEADS * size
-    rows = attention + 2 * _KV_HEADS * size
-    qkv, output = operands.matrix(f"{name} qkv", rows, hidden), operands.matrix(f"{name} output", hidden, attention)
+    rows = (1 + shape["gated"]) * attention + 2 * _KV_HEADS * size
+    qkv = operands.rows_of_two_formats(f"{name} qkv", rows, hidden)
+    output = operands.matrix(f"{name} output", hidden, attention)
     operands.vector(f"{name} norm", hidden)
     if shape["bias"]:
         operands.vector(f"{name} qkv bias", rows)
@@ -223,6 +280,10 @@ def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) ->
     if shape["head_norms"]:
         operands.vector(f"{name} q_norm", size)
         operands.vector(f"{name} k_norm", size)
+    if shape["head_scales"]:
+        for side, count in (("input", _HEADS + 2 * _KV_HEADS), ("output", _HEADS)):
+            scales = operands.dice.positive(count, 1, dtype=operands.dtype, scale=2.0)
+            operands.made[f"{name} factors of {side}"] = Operand(scales)
     return lambda o: AttentionBlock(
         norm=o[f"{name} norm"],
         eps=EPS,
@@ -233,6 +294,10 @@ def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) ->
         scale=0.7 * size**-0.5,
         window=shape["window"],
         head_norms=HeadNorms(o[f"{name} q_norm"], o[f"{name} k_norm"], EPS) if shape["head_norms"] else None,
+        gated=bool(shape["gated"]),
+        input_scales=o.get(f"{name} factors of input"),
+        output_scales=o.get(f"{name} factors of output"),
+        ranks=operands.ranks,
     )
 
 
@@ -244,6 +309,8 @@ def _attention_block(
     batch, new, page = shape["batch"], shape["new"], 16
     operands.residual(batch * new, hidden)
     _sequences(operands, page, size, cache)
+    if shape["head_scales"]:
+        operands.made["query scales"] = Operand(dice.positive(batch * new, 1, 1, dtype=dtype, scale=2.0))
     attentions = [_attention(operands, name, hidden, size) for name in ("first", "second")]
     mlp = _mlp(operands, "mlp", hidden)
 
@@ -257,10 +324,14 @@ def _attention_block(
         state = torch.zeros_like(o["residual"])
         x = ResidualStream(kernels, o["residual"])
         turns = [RotaryArgs(o["cos"], o["sin"], o[f"k_cache {i}"], o[f"v_cache {i}"], o["slots"]) for i in range(2)]
-        x = kernels.attention_block(x, attentions[0](o), AttentionTokens(metadata, turns[0], LayerRows()))
-        x = kernels.mlp_block(x, mlp(o))
+        scales = o.get("query scales")
+        first = attentions[0](o) if not shape["no_norm"] else replace(attentions[0](o), norm=None)
+        x = resolved(kernels, "attention_block", x, first, AttentionTokens(metadata, turns[0], LayerRows(), scales))
+        x = resolved(kernels, "mlp_block", x, mlp(o))
         rows = LayerRows(o["last"], (state,))
-        x = kernels.attention_block(x, attentions[1](o), AttentionTokens(last, turns[1], rows))
+        more = {"attend": partial(_doubled_attention, kernels)} if shape["attend"] else {}
+        tokens = AttentionTokens(last, turns[1], rows, scales)
+        x = resolved(kernels, "attention_block", x, attentions[1](o), tokens, **more)
         return {"out": x.norm(o["last norm"], EPS), "state": state}
 
     written = "residual", *(f"{each}_cache {i}" for each in "kv" for i in range(2))
@@ -275,8 +346,11 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pr
     batch, new, channels = shape["batch"], shape["new"], 4 * size + heads * size
     wide = torch.promote_types(dtype, torch.float32)
     operands.residual(batch * new, hidden)
-    projection = operands.matrix("projection", channels + heads * size + 2 * heads, hidden)
+    widths = (channels + heads * size, 2 * heads) if shape["split"] else (channels + heads * size + 2 * heads,)
+    projections = [operands.matrix(f"projection {n}", width, hidden) for n, width in enumerate(widths)]
     output = operands.matrix("output", hidden, heads * size)
+    if shape["bias"]:
+        operands.vector("output bias", hidden)
     operands.matrix("convolution", channels, 4)
     for name, length in (("norm", hidden), ("head_norm", size)):
         operands.vector(name, length)
@@ -285,6 +359,7 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pr
         "inputs": Operand(dice.normal(batch + 1, 3, channels, dtype=dtype)),
         "states": Operand(dice.normal(batch + 1, heads, size, size, dtype=wide, scale=0.3)),
         "rows": Operand(dice.permutation(batch) + 1),
+        "last": Operand(torch.arange(new - 1, batch * new, new)),
         "query_start": Operand(torch.arange(0, batch * new + 1, new, dtype=torch.int32)),
         "seq_lens": Operand(torch.full((batch,), new + 5, dtype=torch.int32)),
         "pending": Operand(torch.cat((torch.zeros(1, dtype=torch.int64), dice.integers(1, new + 1, batch)))),
@@ -296,18 +371,23 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pr
         block = RecurrentBlock(
             norm=o["norm"],
             eps=EPS,
-            projections=(projection(o),),
+            projections=tuple(each(o) for each in projections),
             channels=channels,
             rule=DeltaRuleWeights(convolution=o["convolution"], a_log=o["a_log"], dt_bias=o["dt_bias"], norm=o["head_norm"]),
             output=output(o),
+            output_bias=o.get("output bias"),
+            ranks=operands.ranks,
         )
         x, windowed = ResidualStream(kernels, o["residual"]), bool(shape["windowed"])
+        state = torch.zeros_like(o["residual"])
         for number in range(1 + windowed):
             batch = RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], new, pending=o["pending"] * number)
             window = RecurrentWindow(o["window"], o["updates"]) if windowed else None
-            tokens = RecurrentTokens(batch, o["inputs"], o["states"], decodes=True, window=window)
-            x = kernels.recurrent_block(x, block, tokens)
-        return {"out": x.norm(o["last norm"], EPS)}
+            rows = LayerRows(o["last"], (state,)) if number == windowed else LayerRows()
+            decodes = windowed or not shape["prompt"]
+            tokens = RecurrentTokens(batch, o["inputs"], o["states"], rows, decodes=decodes, window=window)
+            x = resolved(kernels, "recurrent_block", x, block, tokens)
+        return {"out": x.norm(o["last norm"], EPS), "state": state}
 
     return operands.problem(call, ("residual", "inputs", "states", "window", "updates"))
 
@@ -315,11 +395,13 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pr
 _TOKENS = between(1, 20, 65)
 _SIZES = among(40, 128, 256)
 _FLAG = between(0, 1)
-_MLP = {"tokens": _TOKENS, "hidden": _SIZES, "inner": _SIZES, "bias": _FLAG, "blocks": between(0, 3), "zeros": _FLAG}
+_MLP = {"tokens": _TOKENS, "hidden": _SIZES, "inner": _SIZES, "blocks": between(0, 3)}
+_MLP |= dict.fromkeys(("bias", "zeros", "split", "ranks"), _FLAG)
+_ONE_RANK = {"split": 0, "ranks": 0}
 _MLPS = (
-    {"tokens": 3, "hidden": 40, "inner": 128, "bias": 1, "blocks": 1, "zeros": 1},
-    {"tokens": 65, "hidden": 128, "inner": 256, "bias": 0, "blocks": 3, "zeros": 0},
-    {"tokens": 1, "hidden": 256, "inner": 128, "bias": 0, "blocks": 3, "zeros": 0},
+    {"tokens": 3, "hidden": 40, "inner": 128, "bias": 1, "blocks": 1, "zeros": 1, "split": 1, "ranks": 1},
+    {"tokens": 65, "hidden": 128, "inner": 256, "bias": 0, "blocks": 3, "zeros": 0, **_ONE_RANK},
+    {"tokens": 1, "hidden": 256, "inner": 128, "bias": 0, "blocks": 3, "zeros": 0, **_ONE_RANK},
 )
 _EXPERT = {name: each for name, each in _MLP.items() if name != "blocks"} | {"blocks": between(0, 1), "held": _FLAG}
 _EXPERT_CORNERS = tuple({**each, "blocks": each["blocks"] % 2, "held": number % 2} for number, each in enumerate(_MLPS))
@@ -330,21 +412,23 @@ _ATTENTION = {
     "new": between(1, 5, 33),
     "context": between(0, 60, 511),
     "window": among(0, 0, 9),
-    "tree": _FLAG,
-    "head_norms": _FLAG,
+    **dict.fromkeys(("tree", "head_norms", "gated", "head_scales", "partial", "no_norm", "attend"), _FLAG),
 }
 del _ATTENTION["tokens"]
 _BATCH = {"batch": 3, "size": 0, "new": 4, "context": 40, "window": 0, "tree": 0, "head_norms": 0}
+_BATCH |= dict.fromkeys(("gated", "head_scales", "partial", "no_norm", "attend"), 0)
 _ATTENTIONS = (
     # Few long sequences with heads of a whole group: kernels split them, and may write the layout of the next product.
     {**_MLPS[1], **_BATCH, "batch": 2, "size": 1, "new": 1, "context": 600},
-    {**_MLPS[0], **_BATCH, "tree": 1},
-    {**_MLPS[2], **_BATCH, "batch": 1, "window": 9, "head_norms": 1, "bias": 1},
+    {**_MLPS[0], **_BATCH, "tree": 1, "gated": 1, "head_scales": 1},
+    {**_MLPS[2], **_BATCH, "batch": 1, "window": 9, "head_norms": 1, "bias": 1, "partial": 1, "no_norm": 1, "attend": 1},
 )
-_RECURRENT = {"batch": between(1, 4), "new": between(1, 5), "hidden": among(24, 40), "windowed": _FLAG}
+_RECURRENT = {"batch": between(1, 4), "new": between(1, 5), "hidden": among(24, 40)}
+_RECURRENT |= dict.fromkeys(("windowed", "prompt", "bias", "split", "ranks"), _FLAG)
 _RECURRENTS = (
-    {"batch": 3, "new": 4, "hidden": 40, "windowed": 1},
-    {"batch": 1, "new": 1, "hidden": 24, "windowed": 0},
+    {"batch": 3, "new": 4, "hidden": 40, "windowed": 1, "prompt": 0, "bias": 1, "split": 1, "ranks": 1},
+    {"batch": 2, "new": 3, "hidden": 24, "windowed": 0, "prompt": 1, "bias": 0, **_ONE_RANK},
+    {"batch": 1, "new": 1, "hidden": 24, "windowed": 0, "prompt": 0, "bias": 0, **_ONE_RANK},
 )
 
 

@@ -90,9 +90,11 @@ def _fuse_embedding(shape: Shape, dtype: torch.dtype, dice: RandomValues, format
     return Problem(operands, call, {"out": bounds.product(x, weight.values, bias, dtype)})
 
 
-def _row_scales(x: Tensor, dice: RandomValues) -> Tensor:
-    """Return a random scale for each row, so that a mean over a wrong row or the whole batch is far off."""
-    return (x.double() * (2.0 ** dice.integers(-3, 4, x.shape[0], *[1] * (x.dim() - 1)).double())).to(x.dtype)
+def scaled_rows(x: Tensor, dice: RandomValues) -> Tensor:
+    """Return ``x`` with a random scale of each row, so that a mean over a wrong row or the whole batch is far off. Squares of
+    the largest numbers overflow in float16.
+    """
+    return (x.double() * (2.0 ** dice.integers(-8, 9, x.shape[0], *[1] * (x.dim() - 1)).double())).to(x.dtype)
 
 
 def norm_weight(size: int, dtype: torch.dtype, shape: Shape, dice: RandomValues) -> Tensor:
@@ -106,7 +108,7 @@ def _rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     many = (shape["tokens"], heads, hidden) if heads else (shape["tokens"], hidden)
     if heads and hidden > 256:
         many = (shape["tokens"], heads, 136)
-    x = _row_scales(dice.factors(*many, dtype=dtype), dice)
+    x = scaled_rows(dice.factors(*many, dtype=dtype), dice)
     weight = norm_weight(many[-1], dtype, shape, dice)
     eps = 1e-2 if shape["layout"] == 1 else EPS
     wanted = bounds.rms_norm(bounds.exact(x), weight, eps, dtype)
@@ -116,7 +118,7 @@ def _rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 def _add_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     many = (shape["tokens"], shape["hidden"])
-    x, residual = dice.factors(*many, dtype=dtype), _row_scales(dice.normal(*many, dtype=dtype), dice)
+    x, residual = dice.factors(*many, dtype=dtype), scaled_rows(dice.normal(*many, dtype=dtype), dice)
     weight = norm_weight(shape["hidden"], dtype, shape, dice)
     grown = bounds.add(bounds.exact(x), bounds.exact(residual), dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "residual": Operand(residual), "weight": Operand(weight)}

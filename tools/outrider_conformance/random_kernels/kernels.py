@@ -6,7 +6,7 @@ A check covers results, written operands and the memory around them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
@@ -36,6 +36,8 @@ from outrider_conformance.random_kernels.recurrent import RECURRENT
 from outrider_conformance.random_kernels.token_choices import CHOICES
 
 _HOST = torch.device("cpu")
+_ROW_PARTS = slice(0, 1), slice(3, 10), slice(32, 33)
+"""Rows of a batch that are computed again alone."""
 _PENDING_CALLS = 48
 """Calls of a kernel on each of two streams; few of a call's operations meet those of a call on the other stream."""
 
@@ -186,6 +188,32 @@ def with_nan_row(problem: Problem, name: str) -> Problem:
         return {key: result[1:] for key, result in problem.call(kernels, operands).items()}
 
     return Problem({**problem.operands, name: Operand(rows, problem.operands[name].layout)}, call, wanted)
+
+
+def check_row_bits(
+    lab: Lab, stream: Stream, kernels: KernelSet, problem: Problem, kernel: str, names: Collection[str]
+) -> None:
+    """Run ``problem`` of ``kernel`` with ``kernels``, then some of its rows alone, and check that these have the same bits.
+
+    ``names`` are the operands with a row per token.
+    """
+    operands = lab.upload(stream, problem.tensors)
+
+    def results(rows: slice) -> dict[str, Tensor]:
+        with lab.backend.on(stream):
+            own = {name: one[rows].clone() if name in names else one for name, one in operands.items()}
+            made = _results(problem, kernels, own)
+        stream.synchronize()
+        return {name: result.cpu() for name, result in made.items()}
+
+    batch = results(slice(None))
+    for rows in _ROW_PARTS:
+        for name, part in results(rows).items():
+            assert same_bits(part, batch[name][rows]), (
+                f"{kernel} of {kernels.name!r} in {part.dtype}: rows {rows.start} to {rows.stop - 1} of {name!r} have other "
+                "bits without the other rows of the batch; compute each row by sums of one order, or declare row_invariant = "
+                "False"
+            )
 
 
 def check_kernels(kernels: KernelSet, problem: Problem, device: torch.device = _HOST) -> None:

@@ -5,6 +5,7 @@ Further checks find out whether the backend's own attention answers the calls of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -32,6 +33,7 @@ from outrider.device import (
 )
 from outrider_conformance.kernel_calls import counts_of
 from outrider_conformance.lab import Lab
+from outrider_conformance.random_kernels.problem import same_bits
 from outrider_conformance.reporting.verdict import not_applicable
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 64
@@ -194,6 +196,24 @@ class PagedBatch:
             out = self.attend(metadata)
         self.stream.synchronize()
         self.check(out, context, how)
+
+    def check_bits(self, kernels: KernelSet) -> None:
+        """Check that attention of each sequence alone has the bits that it has in the batch."""
+        with self.lab.backend.on(self.stream):
+            found = [self.attend(self.metadata(self.made), kernels=kernels)]
+            for row, (first, end) in enumerate(itertools.pairwise(self.starts)):
+                own = {name: self.made[name][row : row + 1].clone() for name in ("seq_lens", "block_table")}
+                own |= {"query_start": torch.tensor([0, end - first], dtype=torch.int32, device=self.made["q"].device)}
+                own = {**self.made, **own, "q": self.made["q"][first:end].clone()}
+                alone = replace(self.metadata(own), max_query=end - first, uniform=True)
+                found.append(kernels.paged_attention(own["q"], own["k_cache"], own["v_cache"], alone, scale=SCALE))
+        self.stream.synchronize()
+        batch, *sequences = (each.cpu() for each in found)
+        for row, (first, end) in enumerate(itertools.pairwise(self.starts)):
+            assert same_bits(sequences[row], batch[first:end]), (
+                f"attention of {kernels.name!r}: sequence {row} has other bits without the other sequences of the batch; "
+                "compute each row by sums of one order, or declare row_invariant = False"
+            )
 
     def check_graph(self, *, plans: bool) -> None:
         """Capture attention for the first of ``contexts``, and replay it for each: rebind host lengths, and renew the plan

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.device import KernelSet, RecurrentBatch, Stream
 from outrider_conformance.lab import Lab
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dense import EPS, Mapped, norm_weight
+from outrider_conformance.random_kernels.dense import EPS, Mapped, norm_weight, scaled_rows
 from outrider_conformance.random_kernels.problem import (
     KernelProblems,
     Operand,
@@ -41,7 +41,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], Sequences, int]:
     """Return the operands of a batch, its sequences (row, first token, tokens, whether it starts), and its tokens."""
     batch, most = shape["batch"], shape["new"]
-    counts = [most] * batch if not shape["ragged"] else [int(dice.integers(1, most + 1, 1)) for _ in range(batch)]
+    least = 0 if shape.get("windowed") else 1  # a sequence without new tokens is settled alone
+    counts = [most] * batch if not shape["ragged"] else [int(dice.integers(least, most + 1, 1)) for _ in range(batch)]
+    counts[-1] = max(counts[-1], 1)
     starts = [sum(counts[:number]) for number in range(batch + 1)]
     rows = (dice.permutation(batch + 1)[:batch] + 1).tolist()
     if shape["padding"] and batch > 1:  # sequences of padding share row 0
@@ -251,6 +253,7 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
 def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     size = shape["outer"]
     x, gate = (dice.normal(shape["tokens"], shape["heads"], size, dtype=dtype) for _ in range(2))
+    x = scaled_rows(x, dice)
     gate[::2] *= 32
     weight = norm_weight(size, dtype, shape, dice)
     wide = bounds.rounded(bounds.rms_norm(bounds.exact(x), weight, EPS, dtype), dtype, 2.0)

@@ -80,6 +80,13 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "KernelSet": "the kernel handles padding, strides, the last partial block or this dtype differently from the "
         "reference",
         "RecurrentKernels": "the kernel picks tiles, splits sums or rounds states by the number of tokens in the call",
+        **dict.fromkeys(
+            ("KernelSet.attention_block", "KernelSet.mlp_block", "KernelSet.experts_block", "KernelSet.recurrent_block"),
+            "the block ignores a field of its weights or tokens: a size of the failing shape that isn't 0 names it",
+        ),
+        "KernelSet.plan_attention": "a renewed plan is another object, or a captured graph keeps what it read from the plan",
+        "KernelSet.batch_invariant": "the kernel or its library picks the order of a sum by the number of rows",
+        "KernelSet.unused_overrides": "an override only passes its calls on, or computes none of the kit's shapes and dtypes",
         "KernelSet.sample": "the order of temperature, top-k, top-p and the draw, or the use of the random numbers",
         "KernelSet.verify_chain": "acceptance or the residual distribution after a rejection",
         "KernelSet.verify_tree": "acceptance along the tree, or the residual distribution after a rejection",
@@ -89,6 +96,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "PluginInfo": "the statements of `backend_info` about this machine",
         "SpeculativeSync": "a declared step mode or exception that isn't true of the device; a kernel that is wrong "
         "in a batch; a wait that doesn't order",
+        "SpeculativeSync.after_join": "an override of `after_join` omits what the policy declares, or doesn't call `super()`",
         "Stream": "the queue runs work out of order, or two streams order each other",
         "Stream.query": "`_query` returns True while work is pending, blocks, or turns an error into an answer",
         "Stream.record": "the record completes before earlier work of the stream, or is made on another stream",

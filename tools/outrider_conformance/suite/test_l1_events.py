@@ -364,6 +364,26 @@ def test_the_policys_fences_order_streams_and_the_host(lab: Lab, pending: int) -
         expect(lab.current_values(y), float(turn), "what crossed the fence")
 
 
+@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
+@in_every_order()
+def test_each_stream_that_waits_for_a_fence_is_ordered(lab: Lab) -> None:
+    """Two streams wait for each of three generations of one fence of the policy, and both read what was written before."""
+    a, b, x, y = lab.two_streams()
+    (c,) = lab.streams("c")
+    copies = {b: y, c: lab.full(c, 0)}
+    fence = lab.backend.speculative_sync.create_fence("ready")
+    for turn in range(1, 4):
+        lab.fill_late(a, x, turn)
+        fence.signal(a)
+        for stream, copied in copies.items():
+            fence.wait(stream)
+            lab.copy(stream, copied, x)
+        for stream in copies:
+            a.wait(lab.record(stream, f"copied on {stream.name}"))
+        found = [lab.read_tensor(stream, copied) for stream, copied in copies.items()]
+        expect(found, [float(turn)] * 2, f"what two streams read after generation {turn} of a fence")
+
+
 @needs("asynchronous")
 @promise("Fence.done", "Return True if the visible generation has completed. Never blocks.")
 @in_some_order("a fence was never pending while its stream was busy")

@@ -74,7 +74,7 @@ def test_drafts_of_each_length_are_verified_or_refused(lab: Lab, length: int) ->
     expect(found.tokens, wanted, f"greedy tokens with drafts of {length}")
 
 
-@promise("Backend.attach", "Report to ``observer`` from now on, on every thread.")
+@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
 def test_the_sanitizer_is_silent(lab: Lab) -> None:
     """The sanitizer finds no unordered access in an overlapped run."""
     from outrider_sanitizer import watch

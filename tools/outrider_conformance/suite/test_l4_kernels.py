@@ -14,16 +14,18 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from outrider.device import CaptureContext
+from outrider.device import CapabilityError, CaptureContext, KernelSet
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
 from outrider_conformance.promises import first_sentence, needs, promise
+from outrider_conformance.random_kernels.far_rows import FAR_CALLS, check_far_rows
 from outrider_conformance.random_kernels.kernels import (
     KERNELS,
     check_concurrent_calls,
     check_dtypes,
     check_in_graph,
     check_problem,
+    check_row_bits,
     corners,
     problem,
     with_nan_row,
@@ -166,6 +168,13 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
             raise shrink_shape(fails, shape, smallest_shape(drawn.corners), error)[1]
 
 
+@promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
+@pytest.mark.parametrize("kernel", FAR_CALLS)
+def test_offsets_have_more_than_32_bits(lab: Lab, kernel: str) -> None:
+    """Rows of a cache are read and written right beyond 2**31 elements."""
+    check_far_rows(lab, kernel)
+
+
 @promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelProblems) -> None:
@@ -199,20 +208,19 @@ def test_a_kernel_is_right_beside_its_calls_on_another_stream(lab: Lab, drawn: K
         check_concurrent_calls(lab, problem(drawn, smallest_shape(drawn.corners), torch.float32, lab.seed))
 
 
-_ROWS = {"silu_mul": "gate_up", "paged_attention": "q"} | dict.fromkeys(
-    (
-        "linear",
-        "rms_norm",
-        "add_rms_norm",
-        "sigmoid_mul",
-        "gated_rms_norm",
-        "experts",
-        "linear_quantized",
-        "experts_quantized",
-    ),
-    "x",
-)
-"""Operands with a row per token, by kernel."""
+_ROWS = {
+    "linear": ("x",),
+    "rms_norm": ("x",),
+    "add_rms_norm": ("x", "residual"),
+    "silu_mul": ("gate_up",),
+    "sigmoid_mul": ("x", "gate"),
+    "gated_rms_norm": ("x", "gate"),
+    "experts": ("x", "weights", "chosen"),
+    "linear_quantized": ("x",),
+    "experts_quantized": ("x", "weights", "chosen"),
+    "paged_attention": ("q",),
+}
+"""Operands with a row per token, by kernel; the first one is a floating-point number."""
 
 
 @promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")
@@ -225,7 +233,46 @@ def test_a_row_with_nan_spoils_no_other_row(lab: Lab, drawn: KernelProblems) -> 
     (stream,) = lab.streams("s")
     made = problem(drawn, drawn.corners[0], torch.float32, lab.seed)
     with _check_of(drawn, "with NaN in the first row"):
-        check_problem(lab, stream, with_nan_row(made, _ROWS[drawn.kernel.partition(",")[0]]))
+        check_problem(lab, stream, with_nan_row(made, _ROWS[drawn.kernel.partition(",")[0]][0]))
+
+
+_ROW_COUNT = 33
+_INVARIANT = [drawn for drawn in KERNELS.values() if drawn.kernel.partition(",")[0] in _ROWS.keys() - {"paged_attention"}]
+
+
+def _invariant_kernels(lab: Lab, which: str) -> KernelSet:
+    """Return the kernels in use, or their ``batch_invariant``, if the bits of their rows don't depend on other rows."""
+    kernels = lab.backend.kernels_in_use
+    if which == "batch_invariant":
+        try:
+            kernels = kernels.batch_invariant()
+        except CapabilityError:
+            not_applicable("these kernels can't be invariant")
+        assert kernels.row_invariant, f"batch_invariant() returns {kernels.name!r}, which declares row_invariant = False"
+    if not kernels.row_invariant:
+        not_applicable("row_invariant isn't declared")
+    return kernels
+
+
+@promise("KernelSet.batch_invariant", "kernels of this device that are ``row_invariant``: the order of a row's sums is fixed")
+@pytest.mark.parametrize("which", ["in use", "batch_invariant"])
+@pytest.mark.parametrize("drawn", _INVARIANT, ids=lambda drawn: drawn.kernel)
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(lab: Lab, drawn: KernelProblems, which: str) -> None:
+    """Rows that are computed alone have the bits that they have in a batch, in float32 and the first preferred dtype."""
+    kernels = _invariant_kernels(lab, which)
+    (stream,) = lab.streams("s")
+    for dtype in dict.fromkeys((torch.float32, preferred_dtypes(lab.backend)[0])):
+        _applies(lab, drawn, dtype)
+        made = problem(drawn, {**smallest_shape(drawn.corners), "tokens": _ROW_COUNT}, dtype, lab.seed)
+        check_row_bits(lab, stream, kernels, made, drawn.kernel, _ROWS[drawn.kernel.partition(",")[0]])
+
+
+@promise("KernelSet.batch_invariant", "kernels of this device that are ``row_invariant``: the order of a row's sums is fixed")
+@pytest.mark.parametrize("which", ["in use", "batch_invariant"])
+def test_the_bits_of_attention_do_not_depend_on_other_requests(lab: Lab, which: str) -> None:
+    """Attention of a sequence alone has the bits that it has in a batch of ragged sequences."""
+    kernels, batch = _invariant_kernels(lab, which), paged_batch(lab, "a ragged prompt")
+    batch.check_bits(kernels)
 
 
 @promise("RecurrentKernels", "*Equal bits.* The results of a token in")

@@ -249,7 +249,7 @@ class ModelKernels(BookkeepingKernels):
 
         The new tokens' keys and values are in the cache already. Slots after a sequence's length, and page 0, may hold any
         values of other requests, NaN included; they don't affect the result. ``window`` > 0: a token sees that many
-        positions, its own included.
+        positions, its own included; the batch is then causal, without a tree mask.
         """
         return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]  # torch.ops has no types
             q,
