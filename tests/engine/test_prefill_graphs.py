@@ -235,14 +235,19 @@ def test_what_shares_no_pass(tiny64):
     assert decoding(5, which=tree, drafted=tree._parts.proposer.nodes) == 0
 
 
-def test_new_prompts_wait_for_others_only_if_they_share_no_pass(tiny64):
-    """The scheduler gathers prompts beyond the requests that decode in one pass with them."""
-    crowds = []
-    for size in (0, 40):
-        with replayed_prefill(size):
-            engine = tiny64.engine(mode="fused", **{**SIZES, "max_requests": 12})
-        crowds.append(engine._loop.scheduler._limits.crowd)
-    assert crowds == [8, 9]
+@pytest.mark.parametrize(("size", "temperature", "waits"), [(0, 0.0, True), (40, 0.0, False), (40, 0.7, True)])
+def test_new_prompts_wait_for_others_unless_they_share_a_pass(tiny64, size, temperature, waits):
+    """Eight requests decode when a prompt arrives: it waits for others next to sampled requests, and without graphs."""
+    with replayed_prefill(size):
+        engine = tiny64.engine(mode="fused", **{**SIZES, "max_requests": 9, "overlap": False})
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=temperature)
+    for number in range(8):
+        engine.add_request([number], params)
+    while any(request.needs_prefill for request in engine._requests.values()):
+        engine.step()
+    engine.add_request([9], params)
+    engine.step()
+    assert [request.needs_prefill for request in engine._requests.values()] == [False] * 8 + [waits]
 
 
 @pytest.mark.parametrize("limited", [False, True])

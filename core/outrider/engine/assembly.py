@@ -34,8 +34,8 @@ from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step
 
 _MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
-"""While at least this many requests (and half the rows) decode, and more than share a pass with prompts, new prompts wait for
-others to share a launch: up to this many tokens together, for at most this many iterations.
+"""While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this
+many tokens together, for at most this many iterations. They don't wait if they can share a pass with the decoding requests.
 """
 
 
@@ -162,9 +162,10 @@ def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy, mixed:
             spare=parts.spare,
             prefill_chunk=config.prefill_chunk,
             token_budget=config.token_budget or config.max_requests * (proposer.nodes + 1) + config.prefill_chunk,
-            crowd=max(_MIN_DECODING_TO_GATHER, config.max_requests // 2, mixed + 1),
+            crowd=max(_MIN_DECODING_TO_GATHER, config.max_requests // 2),
             gather_tokens=min(config.prefill_chunk, _MAX_GATHERED_TOKENS),
             gather_iterations=_MAX_GATHER_ITERATIONS,
+            mixed=mixed,
         ),
         draft_length=draft_length,
     )

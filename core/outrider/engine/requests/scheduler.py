@@ -39,6 +39,8 @@ class SchedulerLimits:
     """Total number of waiting prompt tokens that ends the wait."""
     gather_iterations: int = 0
     """Maximum wait in iterations."""
+    mixed: int = 0
+    """Maximum number of greedy decoding requests that share a pass with prompts; next to so few, no prompt waits."""
 
 
 class OutOfPages(Exception):
@@ -136,7 +138,8 @@ class Scheduler:
             repeats = count_repeats(self._draft_length, decode)
             if features == _GREEDY:
                 drafted, draft_lengths = choose_draft_lengths(self._draft_length, decode, repeats)
-        prefill = self._chunks(len(decode), drafted + 1)
+        shares_pass = features == _GREEDY and len(decode) <= self._limits.mixed
+        prefill = self._chunks(len(decode), drafted + 1, shares_pass=shares_pass)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
             return None
@@ -413,10 +416,12 @@ class Scheduler:
         """Return the cached pages of the context; none for an arrival, whose state needs separate pages."""
         return ([], None) if request.arrival is not None else self.pages.match(request.context, request.extra_identity)
 
-    def _chunks(self, decoding: int, width: int) -> tuple[PrefillChunk, ...]:
-        """Return the prefill chunks of an iteration in which ``decoding`` requests decode ``width`` tokens each."""
+    def _chunks(self, decoding: int, width: int, *, shares_pass: bool) -> tuple[PrefillChunk, ...]:
+        """Return the prefill chunks of an iteration in which ``decoding`` requests decode ``width`` tokens each.
+        ``shares_pass``: these requests may share a pass with prompts.
+        """
         pending = [r for r in self._running if not r.finished and r.needs_prefill and r.arrival is None]
-        if self._gathers(pending, decoding):
+        if not shares_pass and self._gathers(pending, decoding):
             return ()
         chunks: list[PrefillChunk] = []
         budget = self._prefill_budget(decoding * width)
