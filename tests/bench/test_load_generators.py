@@ -55,7 +55,7 @@ def test_a_failed_request_fails_the_run(failed, completed):
         read_vllm_figures({**SAVED, "failed": failed, "completed": completed, "errors": ["", "gone"]})
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="not run: vLLM is installed here")
 def test_without_vllm_it_says_so():
     with pytest.raises(BenchFailed, match="--generator own"):
         run_vllm_bench(LOAD, Path(), limit_s=1)
@@ -69,7 +69,7 @@ def test_a_generator_that_fails(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, whose load generator it runs")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="not run: vLLM isn't installed, whose load generator it runs")
 def test_vllm_itself_takes_the_arguments():
     from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed (docs/vllm.md)"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="not run: vLLM isn't installed (docs/vllm.md)"),
 ]
 
 

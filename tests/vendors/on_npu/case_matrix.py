@@ -32,7 +32,7 @@ def test_graphs_of_several_lengths(proposer):
     assert prove_program(setup, number, 1)["failures"] == []
 
 
-@pytest.mark.skipif(PLUGIN != "outrider_npu", reason="about CANN's operator")
+@pytest.mark.skipif(PLUGIN != "outrider_npu", reason="not run: CANN's operator belongs to outrider_npu")
 def test_attention_is_canns_operator(fused_calls):
     assert prove_program(EngineSetup("eagle", "graphs", PLUGIN, EMULATIONS), 2, 1)["failures"] == []
     assert len(fused_calls) > 20
