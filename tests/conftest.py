@@ -83,16 +83,16 @@ def missing_device(kind: str, count: int = 1, compute_capability: int | None = N
     if kind != "cuda":
         raise ValueError(f"needs_device knows only the kind 'cuda', not {kind!r}")
     if os.environ["TRITON_INTERPRET"] != "0":
-        return "not run: Triton's interpreter is on; `make test-device` runs this test"
+        return "Triton's interpreter is on; `make test-device` runs this test"
     import torch
 
     if not torch.cuda.is_available():
-        return "not run: no CUDA device"
+        return "no CUDA device"
     if torch.cuda.device_count() < count:
-        return f"not run: it needs {count} CUDA devices, and this machine has {torch.cuda.device_count()}"
+        return f"it needs {count} CUDA devices, and this machine has {torch.cuda.device_count()}"
     major = torch.cuda.get_device_capability(0)[0]
     if compute_capability is not None and major != compute_capability:
-        return f"not run: it needs compute capability {compute_capability}, and this device has {major}"
+        return f"it needs compute capability {compute_capability}, and this device has {major}"
     return None
 
 
@@ -100,7 +100,7 @@ def missing_nixl() -> str | None:
     """Return why a test that needs NIXL can't run, or None if it can."""
     from outrider.transports.nixl_transport import PACKAGES
 
-    return None if any(find_spec(name) for name in PACKAGES) else "not run: NIXL isn't installed (extra nixl)"
+    return None if any(find_spec(name) for name in PACKAGES) else "NIXL isn't installed (extra nixl)"
 
 
 @functools.cache
@@ -108,10 +108,10 @@ def missing_namespaces() -> str | None:
     """Return why a test that needs network namespaces can't run, or None if it can."""
     absent = [command for command in ("unshare", "nsenter", "ip") if shutil.which(command) is None]
     if absent:
-        return f"not run: this machine lacks the command {absent[0]}"
+        return f"this machine lacks the command {absent[0]}"
     command = ["unshare", "--net", "--mount", "mount", "-t", "sysfs", "sysfs", "/sys"]
     made = subprocess.run(command, capture_output=True, text=True)
-    return f"not run: no network namespace can be made: {made.stderr.strip()}" if made.returncode else None
+    return f"no network namespace can be made: {made.stderr.strip()}" if made.returncode else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -127,7 +127,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for marker in item.iter_markers(kind):
             reason = missing(*marker.args, **marker.kwargs)
             if reason is not None:
-                pytest.skip(reason)
+                pytest.skip(f"not run: {reason}")
 
 
 def pytest_collection_finish() -> None:

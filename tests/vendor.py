@@ -38,8 +38,12 @@ class Workbench:
             "PIP_QUIET": "1",
         }
 
-    def shell(self, command: str, timeout: float = 300) -> str:
-        """Run a line of shell in the working directory; returns its output, and fails with it."""
+    def shell(self, command: str, timeout: float = 1200) -> str:
+        """Run a line of shell in the working directory; returns its output, and fails with it.
+
+        A command that hangs fails after ``timeout`` seconds. The kit takes about a minute on two idle cores, and many
+        times as long next to other work.
+        """
         done = subprocess.run(
             ["sh", "-ec", command],
             cwd=self.home,

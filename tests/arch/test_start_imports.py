@@ -71,7 +71,7 @@ def test_a_start_of_an_engine_needs_none_of_it():
 
 
 def test_nor_do_kernels_and_what_they_refuse():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="not run: triton isn't installed")
     result = run(REFUSED)
     assert result.returncode == 0, result.stderr
 

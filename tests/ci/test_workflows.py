@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
+yaml = pytest.importorskip("yaml", reason="not run: PyYAML comes with transformers")
 
 
 def read(name):
@@ -20,7 +20,7 @@ def read(name):
 
 
 def schema_errors(*files):
-    pytest.importorskip("check_jsonschema", reason="set up again: check-jsonschema is in the group dev")
+    pytest.importorskip("check_jsonschema", reason="not run: set up again, check-jsonschema is in the group dev")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, files)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
@@ -40,7 +40,7 @@ def test_the_schema_catches(tmp_path):
 def test_actionlint():
     actionlint = shutil.which("actionlint") or shutil.which("actionlint", path=str(Path(sys.executable).parent))
     if actionlint is None:
-        pytest.skip("actionlint isn't installed; `make workflows` fetches one")
+        pytest.skip("not run: actionlint isn't installed; `make workflows` fetches one")
     done = subprocess.run([actionlint, *map(str, WORKFLOWS)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
 

@@ -210,7 +210,7 @@ def test_installed_but_unable(outrider, install):
         assert message in result.json["error"]["message"]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not run: there is no /dev/full")
 @pytest.mark.parametrize("arguments", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_full_disk_while_streaming(child, arguments):
@@ -221,7 +221,7 @@ def test_full_disk_while_streaming(child, arguments):
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not run: there is no /dev/full")
 def test_a_full_standard_error_takes_no_text_with_it(child):
     with open("/dev/full", "w") as full:
         result = child("generate", "--prompt", PROMPT, "--max-tokens", "8", stderr=full, PYTHONUNBUFFERED="")

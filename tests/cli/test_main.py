@@ -152,7 +152,7 @@ def test_json_has_no_nan():
     assert json.loads(text) == {"a": None, "b": [1.5, None], "c": {"d": [1, None]}}
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not run: there is no /dev/full")
 @pytest.mark.parametrize("arguments", [["--version"], ["--version", "--json"], ["--help"]])
 def test_full_disk(child, arguments):
     with open("/dev/full", "w") as full:
@@ -162,7 +162,7 @@ def test_full_disk(child, arguments):
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not run: there is no /dev/full")
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["bogus"], 2), (["bogus", "--json"], 2)])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_standard_error_changes_no_exit_code(child, arguments, code, unbuffered):

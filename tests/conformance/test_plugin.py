@@ -38,7 +38,7 @@ def test_runs_from_outside_with_plain_pytest(run_suite, tmp_path):
 
 @pytest.mark.slow
 def test_runs_with_xdist(run_suite, tmp_path):
-    pytest.importorskip("xdist")
+    pytest.importorskip("xdist", reason="not run: pytest-xdist isn't installed")
     done = run_suite("--backend", "cpu", "--level", "L2", "--report", "out", "-n", "2", *FEW)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -13,7 +13,7 @@ PEER_DIES = "outrider_conformance.ranks.faults:peer_dies"
 @pytest.mark.parametrize("how", ["closes", "hangs", "exits"])
 def test_a_rank_in_a_process_names_the_call_of_a_peer_that_left(how):
     with TaskProcesses("cpu", 2) as ranks:
-        ranks.run_task(PEER_DIES, args=[how], timeout_s=1.0, limit_s=60, leaving=1 if how == "exits" else None)
+        ranks.run_task(PEER_DIES, args=[how], timeout_s=3.0, limit_s=60, leaving=1 if how == "exits" else None)
 
 
 def finishes(rank):

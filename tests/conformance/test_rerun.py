@@ -105,7 +105,7 @@ def test_one_test_runs_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not run: there is no /dev/full")
 @pytest.mark.parametrize(
     ("redirection", "code", "said"),
     [

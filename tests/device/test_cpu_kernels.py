@@ -243,7 +243,7 @@ def test_freed_memory_stays_with_the_process():
     By itself glibc raises the size from which it gives a block back, and then it hangs on what lies behind one: so it's set.
     """
     if not backend.retain_freed_memory():
-        pytest.skip("the C library of this system has no mallopt, which the option sets")
+        pytest.skip("not run: the C library of this system has no mallopt, which the option sets")
     program = """
 import resource, sys, torch
 from outrider.registry import get_backend

@@ -17,8 +17,8 @@ from outrider.engine.fences import FENCES
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_site" not in path.parts)
 
-pytest.importorskip("material", reason="set up again: mkdocs-material is in the group docs")
-pytest.importorskip("mkdocstrings", reason="set up again: mkdocstrings is in the group docs")
+pytest.importorskip("material", reason="not run: set up again, mkdocs-material is in the group docs")
+pytest.importorskip("mkdocstrings", reason="not run: set up again, mkdocstrings is in the group docs")
 
 
 def build(root, target):

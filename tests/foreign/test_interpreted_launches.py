@@ -75,7 +75,7 @@ def test_many_ranges_are_joined_at_the_smallest_gaps():
 @pytest.fixture(scope="module")
 def seen():
     """The kernels of `touching_kernels.py` on the simulated device; the interpreter is chosen when Triton is imported."""
-    pytest.importorskip("triton", reason="Triton isn't installed")
+    pytest.importorskip("triton", reason="not run: Triton isn't installed")
     done = subprocess.run(
         [sys.executable, str(HERE / "touching_kernels.py")], capture_output=True, text=True, timeout=300, check=False
     )

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed (docs/vllm.md)"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="not run: vLLM isn't installed (docs/vllm.md)"),
 ]
 
 
@@ -45,7 +45,7 @@ FIRST = ("--first-runner", "--speculate")
 CASES = [
     ("offload-store-waits", ("--work", "offload"), "copy_backend.py"),
     ("blocks-are-freed-late", ("--work", "scarce", "--tokens", "8"), "copy_backend.py"),
-    ("ids-have-own-buffers", ("--work", "zeroing"), "worker/utils.py"),
+    ("ids-have-own-buffers", ("--work", "zeroing"), "vllm_on_sim/reverts.py"),
     ("counts-are-awaited", ("--work", "recurrent", *FIRST), "gpu_model_runner.py:2082"),
     ("output-is-awaited", ("--speculate",), "async_utils.py"),
     ("output-copy-waits", ("--speculate",), "async_utils.py"),

@@ -12,7 +12,7 @@ PARTS = Path(__file__).parent / "parts"
 CASES = [
     pytest.param(
         program, where,
-        marks=pytest.mark.skipif(find_spec(package) is None, reason=f"{package} isn't installed (docs/vllm.md)"),
+        marks=pytest.mark.skipif(find_spec(package) is None, reason=f"not run: {package} isn't installed (docs/vllm.md)"),
         id=program,
     )
     for program, package, where in (

@@ -198,7 +198,8 @@ def test_a_stream_that_is_dropped_frees_its_request():
 
 
 def test_the_prefix_cache_is_heard_where_the_worker_is_told_to_listen():
-    zmq, msgspec = pytest.importorskip("zmq"), pytest.importorskip("msgspec")
+    zmq = pytest.importorskip("zmq", reason="not run: the extra kv-events isn't installed")
+    msgspec = pytest.importorskip("msgspec", reason="not run: the extra kv-events isn't installed")
 
     async def main(engine, _):
         (source,) = await engine.kv_event_sources()

@@ -53,7 +53,7 @@ COLUMNS = 48
 def either(request, device, pdl):
     """Kernels of a device without instructions for e4m3, and with."""
     if device.type == "cuda":
-        pytest.skip("a device has them or not: tests/kernels/quantized_on_device.py")
+        pytest.skip("not run: a device has them or not: tests/kernels/quantized_on_device.py")
     return TritonKernels(replace(SMALL, architecture="sm_80" if request.param == "without" else "sm_89", early_starts=pdl))
 
 
@@ -116,7 +116,7 @@ def test_of_many_tokens_the_most_are_the_librarys(tokens, ours, name, either):
 @pytest.mark.parametrize(("tokens", "group"), [(8, 128), (5, 128), (5, 0)])
 def test_the_library_takes_8_bits_with_scales_of_blocks(tokens, group, monkeypatch, device):
     if device.type != "cpu":
-        pytest.skip("a device has the library's product: tests/kernels/quantized_on_device.py")
+        pytest.skip("not run: a device has the library's product: tests/kernels/quantized_on_device.py")
     n, k = 256, 512
     blocks = WeightFormat(elements=FP8, rows=128, columns=128, activations=FP8, activation_group=128)
     weight = (blocks if group else WeightFormat(elements=FP8, activations=FP8)).quantize(normal(n, k).bfloat16())

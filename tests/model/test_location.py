@@ -225,7 +225,7 @@ def test_silu_by_its_other_name(checkpoint, tmp_path):
 
 
 def test_a_sentencepiece_model_alone_is_a_tokenizer(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece", reason="the extra sentencepiece isn't installed")
+    sentencepiece = pytest.importorskip("sentencepiece", reason="not run: the extra sentencepiece isn't installed")
     (tmp_path / "text").write_text("\n".join(f"def read(self, n{i}): return {i}  # line {i}" for i in range(300)))
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=320, model_type="bpe",

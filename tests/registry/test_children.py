@@ -11,7 +11,9 @@ import pytest
 from outrider.registry.children import child_session, start_call
 from processes import alive, gone
 
-pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
+pytestmark = pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="not run: there is no /proc, in which it looks processes up"
+)
 
 
 def test_leaving_the_scope_ends_children_of_the_child_too():
@@ -41,7 +43,7 @@ def test_a_process_that_is_told_to_end_by_its_parent_is_deaf_from_its_first_mome
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: a call of Linux")
 def test_a_parent_that_is_killed_takes_its_child_along():
     waits = "import time; print('ready', flush=True); time.sleep(100)"
     inner = f"from outrider.registry.children import end_with_parent; end_with_parent(); {waits}"

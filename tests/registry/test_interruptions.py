@@ -55,7 +55,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert caught.value.filename == str(tmp_path / "none" / "a.json")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not run: there is no /dev/full")
 def test_a_full_disk_is_told_with_the_file(tmp_path):
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device") as caught:

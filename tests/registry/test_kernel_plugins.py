@@ -1,6 +1,7 @@
 """Kernel sets of plugins: found like backends, used only where they're asked for."""
 
 import ast
+import importlib
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from outrider.device import (
     PluginContractError,
 )
 from outrider.registry import Registry, get_backend
+from outrider.registry.backends import KERNELS_OPTION
 
+ROOT = Path(__file__).resolve().parents[2]
 GROUP = "outrider.kernels"
 SOURCE = """
     from outrider.device.plugin import KernelInfo, hookimpl
@@ -54,6 +57,13 @@ def test_nothing_is_loaded_without_being_asked_for(install):
     install("quick", "raise RuntimeError('loaded')", group=GROUP)
     get_backend("cpu")
     assert "outrider_quick_plugin" not in sys.modules
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "backends").iterdir()))
+def test_no_backend_declares_the_option(name):
+    """The registry answers ``kernels`` itself, so a backend's own option of this name would never reach the backend."""
+    plugin = importlib.import_module(f"outrider_{name}.plugin")
+    assert KERNELS_OPTION not in plugin.backend_info().options
 
 
 def test_stands_beside_the_backends_own_options(quick):
@@ -143,7 +153,7 @@ def own_kernels_read(source):
 
 
 def test_the_core_computes_with_what_was_chosen():
-    core = Path(__file__).resolve().parents[2] / "core" / "outrider"
+    core = ROOT / "core" / "outrider"
     for part in ("model", "speculative", "engine", "cli"):
         for path in sorted((core / part).rglob("*.py")):
             assert own_kernels_read(path.read_text(encoding="utf-8")) == [], path.name

@@ -14,7 +14,7 @@ import torch
 
 from outrider_sanitizer.observation.compiled_launches import compiled_launches, pointers
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="not run: triton isn't installed")
 
 
 @pytest.fixture(scope="module")

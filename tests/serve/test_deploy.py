@@ -171,7 +171,7 @@ def test_the_unit_is_right(tmp_path):
     (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
     assert int(patience) > given["drain_seconds"] + 10
     if shutil.which("systemd-analyze") is None:
-        pytest.skip("the rest not run: systemd-analyze isn't here")
+        pytest.skip("not run: the rest, since systemd-analyze isn't here")
     unit = tmp_path / "outrider.service"
     unit.write_text(text.replace(program, "/bin/true"))
     found = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)

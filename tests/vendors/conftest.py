@@ -15,7 +15,7 @@ def wheel(pytestconfig):
     try:
         return Wheel(fetch(Path(pytestconfig.cache.mkdir("torch_npu"))))
     except NotRun as error:
-        pytest.skip(str(error))
+        pytest.skip(f"not run: {error}")
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def flashinfer_wheel(pytestconfig):
     try:
         return Wheel(fetch(Path(pytestconfig.cache.mkdir("flashinfer")), FLASHINFER))
     except NotRun as error:
-        pytest.skip(str(error))
+        pytest.skip(f"not run: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -128,7 +128,7 @@ def test_doctor_with_the_real_torch_npu_and_no_cann(pytestconfig, tmp_path):
     try:
         path = fetch(Path(pytestconfig.cache.mkdir("torch_npu")))
     except NotRun as error:
-        pytest.skip(str(error))
+        pytest.skip(f"not run: {error}")
     if sys.version_info[:2] != (3, 11) or sys.platform != "linux" or os.uname().machine != "x86_64":
         pytest.skip("not run: the wheel is for Python 3.11 on Linux, x86-64")
     with zipfile.ZipFile(path) as archive:

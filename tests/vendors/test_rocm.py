@@ -9,6 +9,7 @@ import torch
 from outrider.device import BackendLoadError, ConfigError, Waiter
 from outrider.registry import get_backend
 from outrider_rocm import backend, plugin
+from outrider_triton import plugin as triton_plugin
 from vendors.child import child, conform
 
 
@@ -29,7 +30,7 @@ def test_kernels_of_triton_need_triton(monkeypatch):
     """They're shared with other devices; torch's CPU build has no Triton."""
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(BackendLoadError, match="kernels of rocm are in Triton, .*choose kernels=torch"):
-        backend._triton(SimpleNamespace(label="rocm"))
+        triton_plugin.default_kernels(SimpleNamespace(label="rocm"))
 
 
 def test_it_is_not_usable_without_hip():

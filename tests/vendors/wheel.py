@@ -51,13 +51,13 @@ def fetch(cache: Path, pin: Pin = TORCH_NPU) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise NotRun(f"not run: pip didn't bring {pin.package} {pin.version} within {_LIMIT_S} s") from error
+        raise NotRun(f"pip didn't bring {pin.package} {pin.version} within {_LIMIT_S} s") from error
     path = cache / pin.name
     if done.returncode or not path.is_file():
         if "HASH" in done.stderr.upper() and "MISMATCH" in done.stderr.upper():
             raise AssertionError(f"{pin.package} {pin.version} isn't the file that was pinned: {done.stderr.strip()}")
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise NotRun(f"not run: pip can't bring {pin.package} {pin.version}: {said}")
+        raise NotRun(f"pip can't bring {pin.package} {pin.version}: {said}")
     return path
 
 

@@ -32,13 +32,6 @@ CAPABILITIES = Capabilities(
 )
 
 
-def _triton(backend: RocmBackend) -> KernelSet:
-    """Return Triton kernels whose tile configurations derive from device properties. They were never measured on ROCm."""
-    from outrider_triton.plugin import default_kernels
-
-    return default_kernels(backend)
-
-
 class RocmSync(SpeculativeSync):
     """Synchronization policy of ROCm devices. Events have generations.
 
@@ -62,20 +55,19 @@ class RocmBackend(TorchDeviceBackend):
     is_accelerator = True
     sticky_faults = ("illegal memory access", "unspecified launch failure", "device-side assert", "hipErrorLaunchFailure")
 
-    def __init__(self, ordinal: int, *, kernels: str = "torch", published: str = "auto", results: str = "forward") -> None:
+    def __init__(self, ordinal: int, *, published: str = "auto", results: str = "forward") -> None:
         super().__init__(
             "rocm",
             self.device_type,
             ordinal,
             capabilities=CAPABILITIES,
-            kernels=KernelSet() if kernels == "torch" else _triton,
+            kernels=KernelSet(),
             speculative_sync=lambda backend: RocmSync(backend, published, results),
         )
         properties = self.module.get_device_properties(self.device)
         self.architecture = str(properties.gcnArchName).partition(":")[0]
         """Name of the architecture in HIP, such as ``gfx942``, without suffixes of features."""
         self._wave_size = int(properties.warp_size)
-        _ = self.kernels  # created now, so that opening the backend reports a missing Triton
 
     def _new_graph(self) -> Any:
         return self.module.CUDAGraph()

@@ -18,11 +18,10 @@ CI = CiDeclaration(runner_labels=("self-hosted", "rocm"), markers=("asynchronous
 OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "published": "who waits for published lengths: stream, host, or auto (default) by architecture",
-        "kernels": "torch (default): its own operators; triton: Triton's kernels, which nobody has run on such a device yet",
         "results": "the stream that copies results out: forward (default) or copy",
     }
 )
-_VALUES = {"kernels": ("torch", "triton"), "published": ("auto", "stream", "host"), "results": ("forward", "copy")}
+_VALUES = {"published": ("auto", "stream", "host"), "results": ("forward", "copy")}
 
 
 def hip_version() -> str | None:

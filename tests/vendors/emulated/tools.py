@@ -21,7 +21,7 @@ class _Tap(ObserverTap):
     def synchronized(self, stream):
         for candidate in self._backend.streams:
             if candidate.native.queue is stream:
-                self._observer.stream_synchronized(candidate)
+                self.observer.stream_synchronized(candidate)
 
 
 class _Event(TorchEvent):

@@ -191,7 +191,7 @@ def test_a_peer_that_leaves(kit: Kit, ranks: RankRunner, how: str) -> None:
         not_applicable("ranks are threads of one process here")
     if how == "hangs" and kit.open().control is not None:
         not_applicable("a simulated device has no clock: what never ends is known at once")
-    ranks.run_program(faults.peer_dies, how, timeout_s=1.0, schedules=1, leaving=1 if how == "exits" else None)
+    ranks.run_program(faults.peer_dies, how, timeout_s=3.0, schedules=1, leaving=1 if how == "exits" else None)
     ranks.end_ranks()  # the state that such a group leaves on a device can't be used again
 
 

@@ -129,6 +129,7 @@ def _read_through_pinned(
         for slot in slots:
             if slot.copied.generation:
                 slot.copied.synchronize()
+        pool.shutdown()  # a worker keeps its last buffer for a moment, and must not be the one that frees it
 
 
 def _memory_before_torch(values: int, dtype: torch.dtype) -> Tensor:
