@@ -224,9 +224,12 @@ def main() -> None:
     parser.add_argument("--stand-in", action="store_true", help="The run used another vendor's device with this interface.")
     given = parser.parse_args()
     if given.report is not None:
-        if given.name is None:
-            parser.error("a report needs the name of its record's file")
-        print(add_record(given.report, given.name, tier="stand-in" if given.stand_in else None, note=given.note))
+        if given.name is None or "/" in given.name:
+            parser.error("a report needs the name of its record's file, without a directory")
+        try:
+            print(add_record(given.report, given.name, tier="stand-in" if given.stand_in else None, note=given.note))
+        except (ConfigError, OSError) as error:
+            parser.error(str(error))
     write_page()
 
 

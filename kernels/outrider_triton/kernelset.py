@@ -350,7 +350,7 @@ class TritonKernels(FusedBlocks):
         """
         if not attends(q):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-        if metadata.parts and self.attention.prompts.serves(q, metadata):
+        if metadata.parts:
             parts = zip(q.split([tokens for tokens, _ in metadata.parts]), metadata.parts, strict=True)
             attend = partial(self.paged_attention, scale=scale, window=window)
             return torch.cat([attend(rows, k_cache, v_cache, each) for rows, (_, each) in parts])

@@ -114,8 +114,9 @@ def test_other_processors_compute_the_same_bits(compiled, monkeypatch, absent, i
     binding, assembly = code_writer.binding, []
     features, link = binding.get_host_cpu_features(), binding.create_mcjit_compiler
     expects = absent == "all" or all(features.get(name) for name in INSTRUCTIONS[absent])
+    left_out = ("avx512", "avxvnni") if absent == "avx512" else absent  # the latter has vpdpwssd on 256 bits
     for name in features if absent != "all" else ():
-        features[name] &= not name.startswith(absent)
+        features[name] &= not name.startswith(left_out)
     if absent == "all":
         monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "x86-64")
         features = OldFeatures(f16c=False)

@@ -1,6 +1,7 @@
 """Prompts from graphs: the same tokens as from calls, in buckets that chunks don't fill, and what is never replayed."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from tests.engine.conftest import Tiny, replayed_prefill
@@ -10,10 +11,12 @@ from outrider.device import MemoryInfo
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.engine import prefill
 from outrider.engine.config import EngineConfig
-from outrider.engine.prefill import Prefill, token_buckets
+from outrider.engine.prefill import Prefill, PrefillGraphs, token_buckets
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
+from outrider.engine.requests.draft_length import LengthSchedule
 from outrider.engine.stages import Iteration
 from outrider.registry import get_backend
+from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models
 from outrider_proof.explorations import implied_by
@@ -74,13 +77,18 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     assert max(count for _, count in found) > 2
 
 
-@pytest.mark.sample(2, per="speculate")
-@pytest.mark.parametrize("speculate", ["eagle", "none"])
-def test_prompts_and_decoding_requests_share_a_pass(bundle, tiny_tokens, speculate, monkeypatch):
-    """The same tokens in the same iterations as from calls, with chunks that begin prompts and chunks that continue them."""
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("speculate", "least", "buckets"),
+    [("eagle", 40, {(20, False)}), ("eagle", 100, {(20, True)}), ("none", 40, {(35, False), (11, True)})],
+)
+def test_prompts_and_decoding_requests_share_a_pass(bundle, tiny_tokens, speculate, least, buckets, monkeypatch):
+    """The same tokens in the same iterations as from calls. Buckets with 5 decoding requests: tokens of chunks, and whether
+    these may continue prompts.
+    """
     prompts = prompts_of(tiny_tokens)
     params = [SamplingParams(max_tokens=6 + i, ignore_eos=True) for i in range(len(prompts))]
-    monkeypatch.setattr(prefill, "LEAST_WITHOUT_CONTEXT", 40)
+    monkeypatch.setattr(prefill, "LEAST_WITHOUT_CONTEXT", least)
     made, mixed = [], []
     for size in (0, 40):
         with watch(bundle.backend) as report:  # what is captured before isn't seen in replays
@@ -90,12 +98,31 @@ def test_prompts_and_decoding_requests_share_a_pass(bundle, tiny_tokens, specula
             tokens = [done.token_ids for done in engine.generate(prompts, params)]
         assert not report.findings
         made.append((tokens, engine.stats.iterations, engine.stats.verified_tokens))
-        mixed.append({bucket for bucket, _ in found if bucket.decoding})
+        mixed.append({(each.tokens, each.has_context, each.decoding) for each, _ in found if each.decoding})
     assert made[0] == made[1]
-    width = 1 if speculate == "none" else 4
-    assert mixed[0] == set()
-    assert {(40 - 5 * width, False), (16 - width, True)} & {(each.tokens, each.has_context) for each in mixed[1]}
-    assert {each.decoding for each in mixed[1]} == {5}
+    assert mixed == [set(), {(*bucket, 5) for bucket in buckets}]
+
+
+def test_a_mixed_pass_takes_no_longer_than_its_parts(tiny64):
+    """A pass that has more tokens than its parts, because of padding, is never chosen."""
+    engine = tiny64.engine(max_requests=1)
+    engine.add_request([1], SamplingParams(max_tokens=1))
+    (request,) = engine._requests.values()
+    graphs = object.__new__(PrefillGraphs)
+    graphs.buckets, graphs.sequences, graphs._drafted = token_buckets(6144), 16, 3
+    graphs._mixed = graphs._mixed_buckets(SimpleNamespace(config=SimpleNamespace(max_requests=64)))
+
+    def bucket(tokens, decoding):
+        return graphs.bucket(Batch((PrefillChunk(request, 0, tokens),), (request,) * decoding, (), (), drafted=3))
+
+    assert [bucket(tokens, 9).decoding for tokens in (10, 300, 512, 768, 769, 896, 897, 1024, 1025)] == [32] * 6 + [0] * 3
+    assert [bucket(tokens, 8).decoding for tokens in (32, 33, 992, 993, 1024, 1500, 1505)] == [8, 8, 8, 0, 0, 8, 0]
+    assert bucket(512, 33).decoding == 0
+    for tokens in range(1, 2100, 7):
+        for count in (1, 8, 9, 32):
+            alone, mixed = bucket(tokens, 0), bucket(tokens, count)
+            total, decoding = mixed.tokens + 4 * mixed.decoding, 4 * mixed.decoding
+            assert max(total, 192) <= max(alone.tokens, 192) + max(decoding, 192) * bool(decoding)
 
 
 def test_prompts_of_a_hybrid_are_replayed_by_kernels_of_its_own(monkeypatch):
@@ -235,11 +262,19 @@ def test_what_shares_no_pass(tiny64):
     assert decoding(5, which=tree, drafted=tree._parts.proposer.nodes) == 0
 
 
-@pytest.mark.parametrize(("size", "temperature", "waits"), [(0, 0.0, True), (40, 0.0, False), (40, 0.7, True)])
-def test_new_prompts_wait_for_others_unless_they_share_a_pass(tiny64, size, temperature, waits):
-    """Eight requests decode when a prompt arrives: it waits for others next to sampled requests, and without graphs."""
+@pytest.mark.parametrize(
+    ("size", "temperature", "lengths", "waits"),
+    [(0, 0.0, [3], True), (40, 0.0, [3], False), (40, 0.7, [3], True), (40, 0.0, [1] * 30 + [3], True)],
+)
+def test_new_prompts_wait_for_others_unless_they_share_a_pass(tiny64, size, temperature, lengths, waits):
+    """Eight requests decode when a prompt arrives. It waits for others without graphs, next to sampled requests, and next to
+    short drafts.
+    """
+    config = plain_config(dtype=tiny64.dtype, mode="fused", **{**SIZES, "max_requests": 9, "overlap": False})
+    proposer = EagleProposer(tiny64.head, draft_tokens=3)
     with replayed_prefill(size):
-        engine = tiny64.engine(mode="fused", **{**SIZES, "max_requests": 9, "overlap": False})
+        drafts = LengthSchedule(lengths)
+        engine = Engine(tiny64.target, tiny64.backend, proposer=proposer, config=config, draft_length=drafts)
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=temperature)
     for number in range(8):
         engine.add_request([number], params)

@@ -44,13 +44,11 @@ def check_small_problem(kernel, dtype, changes, kernels, device):
 
 
 def in_three_dtypes(test):
-    """Choose the values of ``dtype`` and ``changes``; numpy warns where a residual of 0 has no logarithm, and of 1 / inf."""
+    """Choose the values of ``dtype`` and ``changes``. The interpreter's numpy warns about values that are never read."""
     dtypes = [torch.float16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16))]
     test = pytest.mark.parametrize("dtype", dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))(test)
     test = pytest.mark.parametrize("changes", [{}, RARE], ids=["common", "rare"])(test)
-    for warning in ("divide by zero", "overflow encountered in exp"):
-        test = pytest.mark.filterwarnings(f"ignore:{warning}:RuntimeWarning")(test)
-    return test
+    return pytest.mark.filterwarnings("ignore::RuntimeWarning")(test)
 
 
 @in_three_dtypes

@@ -349,9 +349,9 @@ def test_kernels_keep_it_beside_what_was_tuned(tmp_path):
     assert TritonKernels(SMALL).use_tuned(tmp_path) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["apart", "together"])
-def test_prompts_beside_decoding_requests(dtype, kernels, device, monkeypatch):
-    """A kernel for each part where prompts have one of their own; the same result as from one kernel over both parts."""
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_mixed_batch(dtype, kernels, device, monkeypatch):
+    """A kernel for each part: of prompts their own, if they have one of this dtype. The same result as for the whole."""
     q, k_cache, v_cache, whole = batch(4, 2, 16, new=(4, 4, 70, 9), context=(150, 9, 0, 17), padding=3)
     starts, lens, table = (x.to(device) for x in (whole.query_start, whole.seq_lens, whole.block_table))
     drafts = replace(whole, query_start=starts[:3], seq_lens=lens[:2], block_table=table[:2], max_query=4, uniform=True)

@@ -22,6 +22,7 @@ ELSEWHERE = {
     ("verify", "reads", "recurrent states"),  # a hybrid model
     ("verify", "writes", "recurrent states"),
     ("verify", "reads", "token masks"),  # a guided request
+    ("verify", "reads", "staged inputs"),  # prompts in the same pass, which a graph of a fused iteration holds
     ("extend", "reads", "target cache"),  # a move of keys and values is one access, a write
 }
 """Declarations that text without guides does not use on the simulated device. Those of rope positions are left out, too."""

@@ -127,8 +127,12 @@ class Assembly:
         parts, data = self._parts, self._ranks.data
         waits = parts.config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
         runs_ahead = parts.config.overlap and not waits
-        mixed = 0 if self.prefill.graphs is None else self.prefill.graphs.most_mixed
-        scheduler = _build_scheduler(parts, draft_length, mixed) if data is None else _build_groups(parts, data, draft_length)
+        graphs = self.prefill.graphs
+        scheduler: Scheduler | GroupScheduler
+        if data is None:
+            scheduler = _build_scheduler(parts, draft_length, 0 if graphs is None else graphs.max_mixed_requests)
+        else:
+            scheduler = _build_groups(parts, data, draft_length)
         return Loop(parts, step, scheduler, watchdog, decision_log, runs_ahead=runs_ahead)
 
 
@@ -144,8 +148,8 @@ def _build_checkpoints(parts: EngineParts) -> StateCheckpoints | None:
     )
 
 
-def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy, mixed: int = 0) -> Scheduler:
-    """Create a scheduler whose rows and pages are all free. At most ``mixed`` decoding requests share a pass with prompts."""
+def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy, mixed_requests: int = 0) -> Scheduler:
+    """Create a scheduler whose rows and pages are all free. At most ``mixed_requests`` share a pass with prompts."""
     config, proposer = parts.config, parts.proposer
     return Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
@@ -165,7 +169,7 @@ def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy, mixed:
             crowd=max(_MIN_DECODING_TO_GATHER, config.max_requests // 2),
             gather_tokens=min(config.prefill_chunk, _MAX_GATHERED_TOKENS),
             gather_iterations=_MAX_GATHER_ITERATIONS,
-            mixed=mixed,
+            mixed_requests=mixed_requests,
         ),
         draft_length=draft_length,
     )

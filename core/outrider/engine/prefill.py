@@ -1,4 +1,5 @@
-"""Prefill: the passes of the target and the draft over chunks of prompts, on the forward stream.
+"""Prefill: the passes of the target and the draft over chunks of prompts, on the forward stream; and graphs of mixed batches,
+in which prompts and decoding requests share a pass of the target.
 
 Launches of forward passes over few tokens take longer than their work. So chunks with few tokens in total are padded to the
 next bucket of tokens, with a fixed number of sequences, and replayed from a graph. A replay reads only staged inputs, at
@@ -269,10 +270,12 @@ LEAST_WITHOUT_CONTEXT = 1024
 the keys and values of the chunks to contiguous memory.
 """
 MOST_SEQUENCES = 16
-MOST_MIXED_TOKENS = 2048
-"""Maximum number of tokens of a pass over prompts and decoding requests. Reading the weights once less saves little of a
-longer pass.
+LARGE_MIXED_SIZES = (1024, 1536, 2048)
+"""Numbers of tokens of large passes over prompts and decoding requests; of smaller ones all buckets. Reading the weights once
+less saves little of a longer pass.
 """
+TOKENS_BOUND_BY_BYTES = 192
+"""Number of tokens up to which a pass takes the time of reading the weights, whatever their number."""
 MIXED_REQUESTS = (8, 32)
 """Numbers of decoding requests that share a pass with prompts. The products of more are bound by operations, and gain little
 from weights that were read for prompts.
@@ -329,14 +332,13 @@ class PrefillGraphs:
         if not BatchFeatures(sampling=True).covers(features) or any(chunk.request.media is not None for chunk in chunks):
             return None
         has_context = any(chunk.start > 0 for chunk in chunks)
-        mixed = self._mixed_bucket(batch, tokens, has_context=has_context)
-        if mixed is not None:
-            return mixed
         size = next(size for size in self.buckets if size >= tokens)
-        return PrefillBucket(size, self.sequences, has_context or size < LEAST_WITHOUT_CONTEXT)
+        alone = PrefillBucket(size, self.sequences, has_context or size < LEAST_WITHOUT_CONTEXT)
+        mixed = self._mixed_bucket(batch, tokens, has_context=has_context)
+        return alone if mixed is None or self._takes_longer(mixed, alone) else mixed
 
     @property
-    def most_mixed(self) -> int:
+    def max_mixed_requests(self) -> int:
         """Maximum number of decoding requests that share a pass with prompts; 0 if none do."""
         return max((bucket.decoding for bucket in self._mixed), default=0)
 
@@ -348,7 +350,7 @@ class PrefillGraphs:
         """
         most = min(parts.config.max_requests, MIXED_REQUESTS[-1])
         counts, width = (*(count for count in MIXED_REQUESTS if count < most), most), self._drafted + 1
-        sizes = [size for size in self.buckets if size < 1024 or (size % 512 == 0 and size <= MOST_MIXED_TOKENS)]
+        sizes = [size for size in self.buckets if size < LARGE_MIXED_SIZES[0] or size in LARGE_MIXED_SIZES]
         return tuple(
             PrefillBucket(size - count * width, self.sequences, size < LEAST_WITHOUT_CONTEXT, count)
             for count in counts
@@ -369,6 +371,15 @@ class PrefillGraphs:
             if bucket.decoding >= count and bucket.tokens >= tokens and (bucket.has_context or not has_context)
         )
         return next(large_enough, None)
+
+    def _takes_longer(self, mixed: PrefillBucket, alone: PrefillBucket) -> bool:
+        """Return True if a pass of ``mixed`` takes longer, by its padding, than prompts ``alone`` and decoding after them."""
+        decoding = mixed.decoding * (self._drafted + 1)
+
+        def cost(tokens: int) -> int:
+            return max(tokens, TOKENS_BOUND_BY_BYTES)
+
+        return cost(mixed.tokens + decoding) > cost(alone.tokens) + cost(decoding)
 
     def replay(self, bucket: PrefillBucket) -> None:
         """Replay the chunks, which were staged for ``bucket``, for the target and the draft; also the iteration of a bucket

@@ -174,9 +174,9 @@ class RankedStep:
         """Return the decisions about ``batch`` that all ranks must share.
 
         ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a
-        prefill that a graph replays. Each is None if the batch has no such part.
+        prefill that a graph replays. Each is None if the batch has no such part. ``mixed``: one graph holds both parts.
         """
-        shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None}
+        shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None, "mixed": False}
         if batch is None:
             return shape
         replayed = self.step.prefill.bucket(batch.launched)
@@ -187,6 +187,6 @@ class RankedStep:
                 return {**shape, "mode": "called", "bucket": len(batch.launched.decode)}
             shape["mode"] = str(self._parts.config.step_mode)
             if replayed is not None and replayed.decoding:
-                return {**shape, "bucket": replayed.decoding}
+                return {**shape, "bucket": replayed.decoding, "mixed": True}
             shape["bucket"] = self.step.decode_batch(self.step.runner, batch.launched, batch.features).bucket
         return shape

@@ -72,6 +72,13 @@ class TargetPass:
     logits: Tensor
     """Logits [N, V] of all tokens, or of those after which a token is chosen."""
 
+    def part(self, rows: slice) -> TargetPass:
+        """Return the results of ``rows`` of the states, and of the same rows of the logits."""
+        states = self.aux_hidden_states
+        if states:
+            states = SideBySide(side_by_side(states)[rows], states[0].shape[-1])
+        return TargetPass(self.hidden[rows], states, self.logits[rows])
+
 
 @dataclass(slots=True)
 class MixedPrompts:
@@ -336,7 +343,7 @@ class Verify(Stage):
     """The target's pass over the draft, the acceptance, the published lengths and the results."""
 
     name, on = "verify", "forward"
-    reads = (INPUTS, DRAFT, VERIFY, "target cache", "recurrent states", "sampling options", "token masks")
+    reads = (INPUTS, DRAFT, VERIFY, "target cache", "recurrent states", "sampling options", "token masks", "staged inputs")
     writes = (
         OUTPUTS,
         "target cache",
@@ -416,15 +423,9 @@ class Verify(Stage):
         def chosen(hidden: Tensor) -> Tensor:
             return torch.cat((hidden[:count], hidden[count:].index_select(0, prompts.last)))
 
-        def part(rows: slice) -> TargetPass:
-            states = computed.aux_hidden_states
-            if states:
-                states = SideBySide(side_by_side(states)[rows], states[0].shape[-1])
-            return TargetPass(computed.hidden[rows], states, computed.logits[rows])
-
         computed = self._run_target(ForwardInput.concatenated(inputs, prompts.inputs), chosen)
-        prompts.results = part(slice(count, None))
-        return part(slice(count))
+        prompts.results = computed.part(slice(count, None))
+        return computed.part(slice(count))
 
     def _forward_input(self, batch: DecodeBatch, frame: Frame) -> ForwardInput:
         """Return the target's input: the tokens of the draft, after the last token of each request."""

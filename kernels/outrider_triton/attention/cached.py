@@ -86,7 +86,7 @@ class CacheAttention:
             for layout in sorted(layouts):  # a fixed order makes the compile order deterministic
                 self.compile_variants(call, layout)
             config = self.config(call.q, call.k_cache, call.metadata)
-            if config.split > 1 and not self.prompts.serves(call.q, call.metadata):
+            if config.split > 1 and not call.metadata.parts and not self.prompts.serves(call.q, call.metadata):
                 rows = _TRITON.paged_attention.triton(*self.operands(call, config), planes)
                 return TokenRows(rows, in_planes=True)
         operands = call.q, call.k_cache, call.v_cache, call.metadata

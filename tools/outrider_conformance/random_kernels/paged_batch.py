@@ -98,6 +98,8 @@ class PagedBatch:
             lane = torch.arange(max(new))
             branches = ((lane[:, None] - lane) % 2 == 0) & (lane[:, None] >= lane) | (lane == 0)
             self.host["tree_mask"] = branches.repeat(len(new), 1)
+        if decoding:
+            self.host["rest_start"] = self.host["query_start"][decoding:] - self.starts[decoding]
         self.made = lab.upload(stream, self.host)
         self.plan: object | None = None
         self.contexts: Sequence[Sequence[int]] = [context]
@@ -126,23 +128,23 @@ class PagedBatch:
         )
         if not self.decoding or context is not None:  # the engine divides no batch with host lengths
             return whole
-        parts = self._part(whole, 0, self.decoding), self._part(whole, self.decoding, len(self.new))
-        return replace(whole, parts=parts)
-
-    def _part(self, whole: AttentionMetadata, begin: int, end: int) -> tuple[int, AttentionMetadata]:
-        """Return the number of tokens and the metadata of the sequences from ``begin`` to before ``end``. Padding belongs to
-        the last sequences.
-        """
-        part = replace(
+        count, tokens = self.decoding, self.starts[self.decoding]
+        drafts = replace(
             whole,
-            query_start=whole.query_start[begin : end + 1] - self.starts[begin],
-            seq_lens=whole.seq_lens[begin:end],
-            block_table=whole.block_table[begin:end],
-            max_query=max(self.new[begin:end]),
-            uniform=begin == 0,
+            query_start=whole.query_start[: count + 1],
+            seq_lens=whole.seq_lens[:count],
+            block_table=whole.block_table[:count],
+            max_query=self.new[0],
+            uniform=True,
         )
-        last_token = self.made["q"].shape[0] if end == len(self.new) else self.starts[end]
-        return last_token - self.starts[begin], part
+        rest = replace(
+            whole,
+            query_start=o["rest_start"],
+            seq_lens=whole.seq_lens[count:],
+            block_table=whole.block_table[count:],
+            max_query=max(self.new[count:]),
+        )
+        return replace(whole, parts=((tokens, drafts), (o["q"].shape[0] - tokens, rest)))
 
     def grown(self, context: Sequence[int]) -> AttentionMetadata:
         """Copy the lengths for ``context`` to the device on the stream, and return the metadata of the batch; with host
@@ -263,7 +265,7 @@ SHAPES: Mapping[str, BatchShape] = MappingProxyType(
         "a window": BatchShape((3, 3), (0.3, 1.2), window=9),
         "a ragged prompt": BatchShape((7, 1, 20), (0.0, 0.25, 1.0)),
         "padding": BatchShape((3, 2), (0.1, 1.0), padding=3),
-        "prompts beside decoding": BatchShape((4, 4, 70, 20), (0.5, 1.9, 0.0, 1.0), padding=3, decoding=2),
+        "a mixed batch": BatchShape((4, 4, 70, 20), (0.5, 1.9, 0.0, 1.0), padding=3, decoding=2),
     }
 )
 

@@ -315,7 +315,7 @@ def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> Non
 
 
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
-@pytest.mark.parametrize("shape", ["decoding", "a chain", "a tree", "prompts beside decoding"])
+@pytest.mark.parametrize("shape", ["decoding", "a chain", "a tree", "a mixed batch"])
 def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
     """One captured call of attention is replayed for lengths that have grown since its capture."""
     with refusals_left_out(lab.backend.capabilities):

@@ -126,6 +126,7 @@ class AttentionMetadata:
         with its metadata, causal and without plans. Only the last part may have padding tokens.
         """
         metadata = [each for _, each in parts]
+        assert all((each.tree_mask, each.seq_lens_host, each.plan) == (None, None, None) for each in metadata)
         first_tokens = accumulate((tokens for tokens, _ in parts[:-1]), initial=0)
         starts = [each.query_start + first for each, first in zip(metadata, first_tokens, strict=True)]
         return cls(

@@ -39,8 +39,8 @@ class SchedulerLimits:
     """Total number of waiting prompt tokens that ends the wait."""
     gather_iterations: int = 0
     """Maximum wait in iterations."""
-    mixed: int = 0
-    """Maximum number of greedy decoding requests that share a pass with prompts; next to so few, no prompt waits."""
+    mixed_requests: int = 0
+    """Maximum number of greedy decoding requests that share a pass with prompts. Prompts that may share it don't wait."""
 
 
 class OutOfPages(Exception):
@@ -138,8 +138,9 @@ class Scheduler:
             repeats = count_repeats(self._draft_length, decode)
             if features == _GREEDY:
                 drafted, draft_lengths = choose_draft_lengths(self._draft_length, decode, repeats)
-        shares_pass = features == _GREEDY and len(decode) <= self._limits.mixed
-        prefill = self._chunks(len(decode), drafted + 1, shares_pass=shares_pass)
+        has_full_drafts = drafted == self._draft_length.lengths[-1] and not draft_lengths
+        can_mix = has_full_drafts and features == _GREEDY and len(decode) <= self._limits.mixed_requests
+        prefill = self._chunks(len(decode), drafted + 1, can_mix=can_mix)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
             return None
@@ -416,12 +417,12 @@ class Scheduler:
         """Return the cached pages of the context; none for an arrival, whose state needs separate pages."""
         return ([], None) if request.arrival is not None else self.pages.match(request.context, request.extra_identity)
 
-    def _chunks(self, decoding: int, width: int, *, shares_pass: bool) -> tuple[PrefillChunk, ...]:
+    def _chunks(self, decoding: int, width: int, *, can_mix: bool) -> tuple[PrefillChunk, ...]:
         """Return the prefill chunks of an iteration in which ``decoding`` requests decode ``width`` tokens each.
-        ``shares_pass``: these requests may share a pass with prompts.
+        ``can_mix``: these requests may share a pass with prompts.
         """
         pending = [r for r in self._running if not r.finished and r.needs_prefill and r.arrival is None]
-        if not shares_pass and self._gathers(pending, decoding):
+        if self._gathers(pending, decoding, can_mix=can_mix):
             return ()
         chunks: list[PrefillChunk] = []
         budget = self._prefill_budget(decoding * width)
@@ -443,11 +444,12 @@ class Scheduler:
         remaining = max(limits.token_budget - decode_tokens, limits.token_budget // 4, 1)
         return min(limits.prefill_chunk, remaining)
 
-    def _gathers(self, pending: Sequence[Request], decoding: int) -> bool:
+    def _gathers(self, pending: Sequence[Request], decoding: int, *, can_mix: bool) -> bool:
         """Return True if the new prompts wait for further prompts. They don't wait once a prefill has begun."""
         limits = self._limits
         waits = (
             bool(pending)
+            and not can_mix
             and decoding >= max(1, limits.crowd)
             and self._gathered_iterations < limits.gather_iterations
             and all(request.prefilled == request.prefill_start for request in pending)

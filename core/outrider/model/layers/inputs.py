@@ -119,6 +119,8 @@ class ForwardInput:
         """Return a batch with the tokens of ``batches`` in this order. They have only tokens, positions, slots and attention,
         and only the last one may have padding tokens.
         """
+        others = ("embeddings", "embedded", "prompt_lens", "kept", "query_scales", "states")
+        assert all(getattr(each, name) is None for each in batches for name in others)
         return cls(
             torch.cat([each.tokens for each in batches]),
             torch.cat([each.positions for each in batches], dim=-1),
