@@ -156,9 +156,9 @@ def test_gathered_prompts_give_the_same_tokens():
     gathered = 0
     inner = made._scheduler._gathers
 
-    def watched(*given):
+    def watched(*given, **named):
         nonlocal gathered
-        waits = inner(*given)
+        waits = inner(*given, **named)
         gathered += waits
         return waits
 

@@ -174,9 +174,10 @@ class RankedStep:
         """Return the decisions about ``batch`` that all ranks must share.
 
         ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a
-        prefill that a graph replays. Each is None if the batch has no such part. ``mixed``: one graph holds both parts.
+        prefill that a graph replays. ``mixed`` is the number of decoding requests that this graph holds as well. Each is None
+        if the batch has no such part.
         """
-        shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None, "mixed": False}
+        shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None, "mixed": None}
         if batch is None:
             return shape
         replayed = self.step.prefill.bucket(batch.launched)
@@ -187,6 +188,6 @@ class RankedStep:
                 return {**shape, "mode": "called", "bucket": len(batch.launched.decode)}
             shape["mode"] = str(self._parts.config.step_mode)
             if replayed is not None and replayed.decoding:
-                return {**shape, "bucket": replayed.decoding, "mixed": True}
+                return {**shape, "bucket": replayed.decoding, "mixed": replayed.decoding}
             shape["bucket"] = self.step.decode_batch(self.step.runner, batch.launched, batch.features).bucket
         return shape
