@@ -80,7 +80,7 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("speculate", "least", "buckets"),
-    [("eagle", 40, {(20, False)}), ("eagle", 100, {(20, True)}), ("none", 40, {(35, False), (11, True)})],
+    [("eagle", 40, {(40, False)}), ("eagle", 100, {(40, True)}), ("none", 40, {(40, False), (11, True)})],
 )
 def test_prompts_and_decoding_requests_share_a_pass(bundle, tiny_tokens, speculate, least, buckets, monkeypatch):
     """The same tokens in the same iterations as from calls. Buckets with 5 decoding requests: tokens of chunks, and whether
@@ -244,18 +244,18 @@ def test_a_shape_is_rehearsed_once(loads_in_capture, monkeypatch):
 
 
 def test_what_shares_no_pass(tiny64):
-    """A decoding request that samples, shorter drafts, draft lengths of each request, too many tokens, and trees."""
+    """A request that samples, shorter drafts, draft lengths of each request, and trees. The largest chunk can."""
     with replayed_prefill(40):
         engine = tiny64.engine(mode="fused", **SIZES)
         tree = tiny64.engine(mode="fused", speculate="tree", **SIZES)
-    engine.add_request([1] * 21, SamplingParams(max_tokens=1))
+    engine.add_request([1] * 40, SamplingParams(max_tokens=1))
     (request,) = engine._requests.values()
 
     def decoding(tokens, which=engine, drafted=3, **more):
         batch = Batch((PrefillChunk(request, 0, tokens),), (request,), (), (), drafted=drafted, **more)
         return which._step.prefill.bucket(batch).decoding
 
-    assert [decoding(tokens) for tokens in (1, 20, 21)] == [5, 5, 0]
+    assert [decoding(tokens) for tokens in (1, 40)] == [5, 5]
     assert decoding(5, drafted=2) == 0
     assert decoding(5, draft_lengths=(1,)) == 0
     assert decoding(5, decode_features=BatchFeatures(sampling=True)) == 0

@@ -57,6 +57,20 @@ def test_ranks_verify_the_same_drafts_of_each_request(mode):
     assert any(len(set(lengths)) > 1 for lengths in published)
 
 
+def test_prompts_and_decoding_requests_share_a_pass_on_tensor_parallel_ranks():
+    """Each rank replays the graph of the mixed batch, and the record says so."""
+    program = replace(MOVING, arrivals=FIXED, prefill_graphs=16)
+    published, publish = [], RankedDecisionLog.publish_batch
+
+    def noted(self, batch, shape):
+        published.append(shape(batch)["mixed"])
+        publish(self, batch, shape)
+
+    with patch.object(RankedDecisionLog, "publish_batch", noted):
+        replace(drawn(0), program=program, layout=LAYOUTS[0], proposer="eagle", mode="fused").serve()
+    assert any(published)
+
+
 def test_data_parallel_ranks_refuse_a_length_for_each_request():
     def make(ranks):
         target = decoder(tiny.target(), ranks.backend, ranks.model)

@@ -350,7 +350,8 @@ class PrefillGraphs:
         """
         most = min(parts.config.max_requests, MIXED_REQUESTS[-1])
         counts, width = (*(count for count in MIXED_REQUESTS if count < most), most), self._drafted + 1
-        sizes = [size for size in self.buckets if size < LARGE_MIXED_SIZES[0] or size in LARGE_MIXED_SIZES]
+        all_sizes = token_buckets(self.buckets[-1] + most * width)  # a whole chunk, and the drafts of all requests
+        sizes = [size for size in all_sizes if size < LARGE_MIXED_SIZES[0] or size in LARGE_MIXED_SIZES]
         return tuple(
             PrefillBucket(size - count * width, self.sequences, size < LEAST_WITHOUT_CONTEXT, count)
             for count in counts
