@@ -21,7 +21,7 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, BatchFeatures, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.setup.facts import MAX_GRAPH_TOKENS, max_graph_tokens
-from outrider.engine.stages import DecodeBatch, Iteration, MixedPrompts, TargetPass, build_frame
+from outrider.engine.stages import DecodeBatch, Iteration, MixedPrompts, TargetPass, build_frame, run_target
 from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
@@ -121,11 +121,9 @@ class Prefill:
         media: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> PrefilledChunks:
         """Enqueue the target's pass and the choice of first tokens. Arguments: see :meth:`_prepare`."""
-        parts, chunks = self._parts, self._prepare(inputs, features, seq_lens_host, media)
-        layers = parts.proposer.aux_hidden_state_layers
-        hidden, aux_hidden_states = parts.model.forward_with_aux_hidden_states(chunks.forward, parts.cache, layers)
-        ends = hidden[inputs.last] if chunks.forward.kept is None else hidden
-        return self._choose_first(chunks, TargetPass(hidden, aux_hidden_states, parts.model.logits(ends)))
+        chunks = self._prepare(inputs, features, seq_lens_host, media)
+        ends = (lambda hidden: hidden[inputs.last]) if chunks.forward.kept is None else None
+        return self._choose_first(chunks, run_target(self._parts, chunks.forward, ends))
 
     def _prepare(
         self,
@@ -451,8 +449,8 @@ def build_prefill_graphs(parts: EngineParts, prefill: Prefill, iteration: Iterat
     if not tokens or not _can_replay_prefill(parts):
         return None
     # A tree's mask, and recurrent states that verify may take back, are for the tokens of drafts alone.
-    can_join = not parts.proposer.is_tree and not parts.states
-    return PrefillGraphs(parts, prefill, iteration if can_join else None, tokens=tokens)
+    can_mix = not parts.proposer.is_tree and not parts.states
+    return PrefillGraphs(parts, prefill, iteration if can_mix else None, tokens=tokens)
 
 
 def stage_prompt_padding(parts: EngineParts) -> PrefillInputs | None:

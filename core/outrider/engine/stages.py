@@ -80,6 +80,13 @@ class TargetPass:
         return TargetPass(self.hidden[rows], states, self.logits[rows])
 
 
+def run_target(parts: EngineParts, inputs: ForwardInput, chosen: Callable[[Tensor], Tensor] | None = None) -> TargetPass:
+    """Run the target over ``inputs``. Logits are of all hidden states, or of those that ``chosen`` returns of them."""
+    layers = parts.proposer.aux_hidden_state_layers
+    hidden, aux_hidden_states = parts.model.forward_with_aux_hidden_states(inputs, parts.cache, layers)
+    return TargetPass(hidden, aux_hidden_states, parts.model.logits(hidden if chosen is None else chosen(hidden)))
+
+
 @dataclass(slots=True)
 class MixedPrompts:
     """Prompt chunks that verify computes in the same pass of the target, after the tokens of the draft."""
@@ -378,7 +385,7 @@ class Verify(Stage):
         forward, packed = self._forward_input(batch, frame), self._packed_tokens(batch, frame)
         if packed is not None:
             forward = packed.select(forward)
-        computed = self._run_target(forward) if frame.prompts is None else self._run_mixed(forward, frame.prompts)
+        computed = run_target(parts, forward) if frame.prompts is None else self._run_mixed(forward, frame.prompts)
         hidden, aux_hidden_states, logits = computed.hidden, computed.aux_hidden_states, computed.logits
         if packed is not None:
             logits = packed.unpack(logits, kernels)
@@ -407,13 +414,6 @@ class Verify(Stage):
             outputs.path.copy_(path)
         return hidden, aux_hidden_states
 
-    def _run_target(self, inputs: ForwardInput, chosen: Callable[[Tensor], Tensor] | None = None) -> TargetPass:
-        """Run the target over ``inputs``. Logits are of all hidden states, or of those that ``chosen`` returns of them."""
-        model, parts = self._parts.model, self._parts
-        layers = parts.proposer.aux_hidden_state_layers
-        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(inputs, parts.cache, layers)
-        return TargetPass(hidden, aux_hidden_states, model.logits(hidden if chosen is None else chosen(hidden)))
-
     def _run_mixed(self, inputs: ForwardInput, prompts: MixedPrompts) -> TargetPass:
         """Run the target over ``inputs`` and the chunks of ``prompts``. Leave the results of the chunks in ``prompts``, and
         return the others.
@@ -423,7 +423,7 @@ class Verify(Stage):
         def chosen(hidden: Tensor) -> Tensor:
             return torch.cat((hidden[:count], hidden[count:].index_select(0, prompts.last)))
 
-        computed = self._run_target(ForwardInput.concatenated(inputs, prompts.inputs), chosen)
+        computed = run_target(self._parts, ForwardInput.concatenated(inputs, prompts.inputs), chosen)
         prompts.results = computed.part(slice(count, None))
         return computed.part(slice(count))
 
