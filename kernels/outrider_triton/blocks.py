@@ -6,6 +6,7 @@ with its norm and first product.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +32,11 @@ from outrider.device.kernels.blocks import (
     Attend,
     attended_rows,
     continued_queries,
+    contributed,
     experts_stream,
     gated_heads,
     recurrent_heads,
+    routed,
     split_gate,
     write_heads,
 )
@@ -111,6 +114,24 @@ class DeferredAttention(Contribution):
         return DeferredQuantized(self.products, product)
 
 
+@dataclass(frozen=True, slots=True)
+class DeferredExperts(Contribution):
+    """The results [T, C, H] of each token's experts, whose sum the next norm adds to the residual stream."""
+
+    results: Tensor
+    pdl: bool
+
+    def add(self, rows: Tensor) -> Tensor:
+        """Add the sums to the residual ``rows`` [T, H] and return them."""
+        self.add_rms_norm(rows, rows.new_ones(rows.shape[1]), 1.0)
+        return rows
+
+    def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Add the sums to ``rows`` [T, H] and return the norm, in one kernel."""
+        parts = self.results.transpose(0, 1)
+        return torch.ops.outrider.add_rms_norm.triton(parts, None, rows, norm, eps, self.pdl)  # type: ignore[no-any-return]
+
+
 class FusedBlocks(KernelSet):
     """The blocks of a layer, whose products are fused with the norms, rotations and activations around them."""
 
@@ -156,13 +177,24 @@ class FusedBlocks(KernelSet):
         return ResidualStream(x.kernels, x.rows, made)
 
     def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:
-        """Mix the experts; the gate and up product of a shared expert applies the activation itself."""
+        """Mix the experts. The next norm adds up their results; the gate and up product of a shared expert applies the
+        activation itself.
+        """
+        if block.shared is None and block.held is None and not block.ranks.reduces:
+            normed, shares, chosen = routed(self, x, block)
+            results = self._expert_results(normed, shares, chosen, block)
+            if results.dim() == 3:
+                return ResidualStream(x.kernels, x.rows, DeferredExperts(results, self.pdl))
+            return contributed(self, x.rows, results, block.ranks)
 
         def mlp(normed: Tensor, shared: MlpBlock) -> Tensor:
             gated = self._gated_product(normed, shared.gate_up, shared.gate_up_bias)
             return linear(self, gated, shared.down, shared.down_bias)
 
         return experts_stream(self, x, block, mlp)
+
+    @abstractmethod
+    def _expert_results(self, x: Tensor, shares: Tensor, chosen: Tensor, block: ExpertsBlock) -> Tensor: ...
 
     def _add_gated(self, value: Tensor, result: Tensor, x: Tensor, gate: Weight) -> None:
         """Multiply a shared expert's gate, apply the gate and add the expert's result in one kernel."""

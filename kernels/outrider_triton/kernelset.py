@@ -18,6 +18,7 @@ from outrider.device import (
     LANE_RESIDUAL,
     LANE_SAMPLE,
     AttentionMetadata,
+    ExpertsBlock,
     Group,
     HeadNorms,
     KernelSet,
@@ -29,7 +30,7 @@ from outrider.device import (
     Stream,
     Weight,
 )
-from outrider.device.kernels.weights import linear
+from outrider.device.kernels.weights import linear, plain
 from outrider_triton import bookkeeping as _bookkeeping_ops  # noqa: F401  (these register the operators)
 from outrider_triton import recurrent as _recurrent_ops  # noqa: F401
 from outrider_triton import selection as _selection_ops  # noqa: F401
@@ -374,20 +375,30 @@ class TritonKernels(FusedBlocks):
         weights, chosen = _TRITON.route.triton(logits, count, renormalize, *(held or (0, logits.shape[1])), self.pdl)
         return weights, chosen
 
-    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, summed: bool = True
+    ) -> Tensor:
         """Compute the chosen experts in three kernels. Above 32 tokens, a fourth kernel first sorts the pairs of token and
-        expert. The reference computes float32 and float64.
+        expert. The reference computes float32 and float64. Without ``summed``, a token's results [T, C, H] aren't added where
+        a kernel of its own would do that.
         """
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)
         samples = self.mixtures.samples(x, weights, chosen, gate_up.shape[0])
         for sample in self.tiles.scope.each(("experts", x.dtype, gate_up.shape, chosen.shape[1]), samples):
-            self.mixtures.launch_experts(*sample, gate_up, down)
-        return self.mixtures.launch_experts(x, weights, chosen, gate_up, down)
+            self.mixtures.launch_experts(*sample, gate_up, down, summed=summed)
+        return self.mixtures.launch_experts(x, weights, chosen, gate_up, down, summed=summed)
 
     def experts_quantized(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        *,
+        summed: bool = True,
     ) -> Tensor:
         """Compute experts with quantised weights: :meth:`experts` plus a kernel that quantises activations.
 
@@ -400,8 +411,14 @@ class TritonKernels(FusedBlocks):
         first, second = (each for each in plans if each is not None)
         key = "experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1]
         for sample in self.tiles.scope.each(key, self.mixtures.samples(x, weights, chosen, down.shape[0] // x.shape[1])):
-            self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second)
-        return self.mixtures.launch_quantized_experts(x, weights, chosen, gate_up, down, first, second)
+            self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second, summed=summed)
+        return self.mixtures.launch_quantized_experts(x, weights, chosen, gate_up, down, first, second, summed=summed)
+
+    def _expert_results(self, x: Tensor, shares: Tensor, chosen: Tensor, block: ExpertsBlock) -> Tensor:
+        """Return each token's results [T, C, H] of ``block``'s experts for ``x``, or their sums [T, H]."""
+        if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
+            return self.experts_quantized(x, shares, chosen, block.gate_up, block.down, summed=False)
+        return self.experts(x, shares, chosen, plain(block.gate_up), plain(block.down), summed=False)
 
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, window: Tensor | None = None

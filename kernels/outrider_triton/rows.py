@@ -91,7 +91,7 @@ def _add_parts(
 ) -> Tensor:
     """Add ``x`` and the bias to the residual in place and return the norm.
 
-    ``x`` is [T, H], or [parts, T, H] of a split product. ``planes`` is the layout of the result
+    ``x`` is [T, H], or [parts, T, H] of a split product or of experts. ``planes`` is the layout of the result
     (:func:`outrider_triton.quantized.nibble_planes.allocate_rows`).
     """
     parts = 1 if x.dim() == residual.dim() else x.shape[0]
@@ -103,10 +103,12 @@ def _add_parts(
     out, grains = allocate_rows(residual, residual.shape, planes)
     size = residual.shape[-1]
     block = power_of_two(size)
+    x = x if residual.dim() == 2 and x.stride(-1) == 1 else x.contiguous()
+    strides = x.stride(0) if parts > 1 else 0, x.stride(-2) if x.dim() > 1 else size
     launch(
         jit.add_rms_norm,
         (residual.numel() // size,),
-        *(x.contiguous(), bias, residual, weight, out, grains, eps, size, residual.numel(), row_stride(out, grains)),
+        *(x, bias, residual, weight, out, grains, eps, size, *strides, row_stride(out, grains)),
         PARTS=parts,
         PLANES=planes > 0,
         BLOCK=block,

@@ -13,6 +13,7 @@ from outrider.device import KernelSet
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.model.quantization.loading import to_device
+from outrider_triton.blocks import DeferredExperts
 from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, placed_pairs, sorted_pairs, sum_expert_rows
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M
@@ -225,3 +226,18 @@ def test_quantised_experts(name, tokens, kernels, device):
     own = REFERENCE.experts_quantized(x, weights, names, gate_up, down)
     error, expected = ((each.double() - right).norm() / right.norm() for each in (made, own))
     assert float(error) < max(2e-3, 1.5 * float(expected))
+
+
+@pytest.mark.parametrize(("tokens", "count", "hidden"), [(3, 8, 64), (2, 3, 200), (1, 1, 32)])
+def test_the_next_norm_adds_what_the_experts_left(tokens, count, hidden, device, pdl):
+    """The bits of the sums and of the norm are those of two kernels: one adds a token's results, the other the residual."""
+    dtype = torch.float16
+    results = normal(tokens, count, hidden, seed=7).to(dtype).to(device)
+    residual, norm = (normal(*size, seed=8).to(dtype).to(device) for size in ((tokens, hidden), (hidden,)))
+    chosen = torch.zeros(tokens, count, dtype=torch.int64, device=device)
+    summed, added = sum_expert_rows(results.view(-1, hidden), chosen, residual, pdl), residual.clone()
+    right = torch.ops.outrider.add_rms_norm.triton(summed, None, added, norm, 1e-5, pdl)
+    deferred, rows = DeferredExperts(results, pdl), residual.clone()
+    assert torch.equal(deferred.add_rms_norm(rows, norm, 1e-5), right)
+    assert torch.equal(rows, added)
+    assert torch.equal(deferred.add(residual), added)

@@ -15,22 +15,28 @@ from outrider_triton.experts.operators import compared_pairs  # the module regis
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.plan import ProductPlan
 from outrider_triton.tiles.configs import BUCKETS, LARGE_M, MatmulConfig, bucket
-from outrider_triton.tiles.derive.fits import UNQUANTIZED, OperandStorage
+from outrider_triton.tiles.derive.fits import MIN_STREAMED_COLUMNS, UNQUANTIZED, OperandStorage
 from outrider_triton.tiles.derive.products import large_m_experts_config, rank_configs
 from outrider_triton.tiles.facts import DeviceFacts
 
 _TRITON = torch.ops.outrider
 _MAX_UNSORTED_TOKENS = 32
 """Maximum number of tokens for which each chosen expert multiplies all tokens: the time is that of reading its weights."""
+_MAX_MEAN_PAIRS = 60
+"""Mean number of an expert's tokens up to which blocks have at most 64. Larger ones are faster only with more tokens."""
+_MIN_TALL_TOKENS = 32
+"""Tokens of a block from which tiles of gates have twice as many pairs of rows: each tile reads the block's tokens again."""
 
 
 def sorted_block_tokens(tokens: int, chosen: int, experts: int) -> int:
-    """Return the tokens of a sorted block: an expert's mean under uniform routing plus three standard deviations.
+    """Return the tokens of a sorted block: an expert's mean under uniform routing plus three standard deviations, but at most
+    64 up to :data:`_MAX_MEAN_PAIRS`.
 
     Most experts then need one block. A second block reads the weights again from the cache; empty places cost no bytes.
     """
     mean = tokens * chosen / experts
-    return bucket(ceil(mean + 3 * sqrt(mean)))
+    size = bucket(ceil(mean + 3 * sqrt(mean)))
+    return size if mean > _MAX_MEAN_PAIRS else min(size, 64)
 
 
 class ExpertProducts:
@@ -52,9 +58,11 @@ class ExpertProducts:
         down: QuantizedWeight,
         first: ProductPlan,
         second: ProductPlan,
+        *,
+        summed: bool = True,
     ) -> Tensor:
         """Return the experts' outputs [T, H] for ``x`` [T, H], with quantised weights. ``first`` and ``second`` are the plans
-        of the gate-up and down products.
+        of the gate-up and down products. Without ``summed``, return each token's outputs [T, C, H].
         """
         experts, inner = down.shape[0] // x.shape[1], down.shape[1]
         storages = first.stored(gate_up.format), second.stored(down.format)
@@ -71,7 +79,7 @@ class ExpertProducts:
         asm = self._facts.capability >= 80 and not triton.knobs.runtime.interpret
         return _TRITON.experts_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             *(x, weights, chosen, *weight_operands, *options, size, first.mode, second.mode, *lists),
-            *(self._facts.fp8, asm, gates.as_list(), outputs.as_list(), self._pdl),
+            *(self._facts.fp8, asm, gates.as_list(), outputs.as_list(), self._pdl, summed),
         )
 
     def samples(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -128,17 +136,23 @@ class ExpertProducts:
         """
         own = replace(stored, shares_units=False)  # programs that share units would replace all other candidates
         ranked = rank_configs(self._facts, operator, m=m, n=n, k=k, stored=own)
-        return next(
-            config for config in ranked if not config.rows_per_program and not config.descriptor and config.split == 1
-        )
+        whole = [each for each in ranked if not each.rows_per_program and not each.descriptor and each.split == 1]
+        is_tall = operator == "linear_silu_mul" and m >= _MIN_TALL_TOKENS and stored == UNQUANTIZED
+        # Narrow tiles leave shared memory for other programs, or for more rows.
+        tall = (each for each in whole if is_tall and each.block_n >= 2 * m and each.block_k == MIN_STREAMED_COLUMNS)
+        return next(tall, whole[0])
 
-    def launch_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Return the experts' outputs [T, H] for ``x`` [T, H], with unquantized weights [E, 2 I, H] and [E, H, I]."""
+    def launch_experts(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, summed: bool = True
+    ) -> Tensor:
+        """Return the experts' outputs [T, H] for ``x`` [T, H], with unquantized weights [E, 2 I, H] and [E, H, I]. Without
+        ``summed``, return each token's outputs [T, C, H], except from tiles for large M.
+        """
         size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
         if gates.descriptor == LARGE_M:
             return _TRITON.experts.triton_large_m(  # type: ignore[no-any-return]
                 *(x, weights, chosen, gate_up, down, self._facts.processors, gates.as_list(), outputs.as_list(), self._pdl)
             )
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self._pdl
+            *(x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self._pdl, summed)
         )

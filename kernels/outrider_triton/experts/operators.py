@@ -262,9 +262,11 @@ def _experts(
     gates: list[int],
     outputs: list[int],
     pdl: bool,
+    summed: bool = True,
 ) -> Tensor:
     """Compute the experts' outputs. ``size`` 0: few tokens, one block of all tokens per expert; else pairs are sorted into
-    blocks of ``size``. ``gates`` and ``outputs`` are the tile configurations.
+    blocks of ``size``. ``gates`` and ``outputs`` are the tile configurations. Without ``summed``, return the rows [T, C, H]
+    that :func:`sum_expert_rows` sums, undefined without an expert.
     """
     (m, hidden), count = x.shape, chosen.shape[1]
     experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
@@ -290,7 +292,7 @@ def _experts(
             **(tiling.launch_constants(k) | constants),
             pdl=pdl,
         )
-    return sum_expert_rows(parts, chosen, x, pdl)
+    return sum_expert_rows(parts, chosen, x, pdl) if summed else parts.view(m, count, hidden)
 
 
 define("experts.triton", _experts)
@@ -329,11 +331,12 @@ def _experts_quantized(
     gates: list[int],
     outputs: list[int],
     pdl: bool,
+    summed: bool = True,
 ) -> Tensor:
     """Compute all experts with quantised weights.
 
     Each list has an entry for gate and up, then one for down; see :class:`outrider_triton.quantized.plan.ProductPlan`.
-    ``size`` is the same as for unquantized experts.
+    ``size`` and ``summed`` are the same as for unquantized experts.
     """
     hidden, count = x.shape[1], chosen.shape[1]
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
@@ -377,7 +380,7 @@ def _experts_quantized(
 
     multiply(x, gate_and_up, 0)
     multiply(torch.ops.outrider.silu_mul.triton(gate_and_up, pdl), parts, 1)
-    return sum_expert_rows(parts, chosen, x, pdl)
+    return sum_expert_rows(parts, chosen, x, pdl) if summed else parts.view(*chosen.shape, hidden)
 
 
 # An overload of the operator that has the same operands.

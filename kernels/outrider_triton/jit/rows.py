@@ -44,12 +44,13 @@ def add_row(
     row,
     size,
     part_stride,
+    x_stride,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Wait for the preceding kernel, compute ``residual += sum of x's parts (+ bias)`` in row ``row``, and return that row in
-    the residual's dtype.
+    the residual's dtype. The sum of parts in 16 bits is rounded to these first.
     """
     lane = tl.arange(0, BLOCK)
     mask = lane < size
@@ -57,9 +58,12 @@ def add_row(
         # Weights have evicted the residual since the last product used it. One of 16 elements addresses each memory sector.
         prefetch_lines(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
     begin(PDL)
-    total = tl.load(x + row * size + lane, mask=mask, other=0.0).to(tl.float32)
+    address = x + row * x_stride + lane
+    total = tl.load(address, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(x + part * part_stride + row * size + lane, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(address + part * part_stride, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        total = total.to(x.dtype.element_ty).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + lane, mask=mask, other=0.0).to(tl.float32)
     updated = total + tl.load(residual + row * size + lane, mask=mask, other=0.0).to(tl.float32)
@@ -97,6 +101,7 @@ def add_rms_norm(
     eps,
     size,
     part_stride,
+    x_stride,
     stride,
     PARTS: tl.constexpr,
     PLANES: tl.constexpr,
@@ -104,7 +109,7 @@ def add_rms_norm(
     PDL: tl.constexpr,
 ):
     """Compute ``residual [rows, size] += sum of x's parts (+ bias)``, then store the RMS norm of the row to ``out``; one
-    program per row. Parts are those of a split matrix product.
+    program per row. Parts are those of a split matrix product, or the results of a token's experts.
 
     PLANES: store the norm like :func:`outrider_triton.quantized.jit.nibble_planes.store_in_planes`, with or without
     ``grains``.
@@ -113,7 +118,7 @@ def add_rms_norm(
     mask = lane < size
     scale = tl.load(weight + lane, mask=mask, other=0.0)
     row = tl.program_id(0).to(tl.int64)
-    updated = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
+    updated = add_row(x, bias, residual, row, size, part_stride, x_stride, PARTS, BLOCK, PDL)
     normed = norm(updated.to(tl.float32), scale, residual.dtype.element_ty, size, eps)
     if PLANES:
         store_in_planes(out, grains, row, 0, normed, size, stride, BLOCK)

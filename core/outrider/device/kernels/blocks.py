@@ -275,14 +275,19 @@ def attended_rows(
     return kernels.sigmoid_mul(attended, tokens.rows.select(kernels, gate))
 
 
+def routed(kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised tokens [T, H], and the shares and numbers of each token's experts [T, C]."""
+    normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
+    logits = linear(kernels, normed, block.router)
+    held = {} if block.held is None else {"held": block.held}  # kernels of one rank may not know the option
+    return normed, *kernels.route(logits, block.per_token, renormalize=block.renormalize, **held)
+
+
 def experts_stream(
     kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock, mlp: Callable[[Tensor, MlpBlock], Tensor]
 ) -> ResidualStream:
     """Compute a block of experts with the primitives of ``kernels``, and the shared expert, if there is one, with ``mlp``."""
-    normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
-    logits = linear(kernels, normed, block.router)
-    held = {} if block.held is None else {"held": block.held}  # kernels of one rank may not know the option
-    shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize, **held)
+    normed, shares, chosen = routed(kernels, x, block)
     if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
         value = kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down)
     else:

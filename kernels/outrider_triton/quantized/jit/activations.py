@@ -194,7 +194,7 @@ def add_rms_norm_quantize(
     inside = lane < size
     factor = tl.load(weight + lane, mask=inside, other=0.0)
     row = tl.program_id(0).to(tl.int64)
-    kept = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
+    kept = add_row(x, bias, residual, row, size, part_stride, size, PARTS, BLOCK, PDL)
     normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
     if unquantized is not None:
         tl.store(unquantized + row * size + lane, normed, mask=inside)
