@@ -128,6 +128,8 @@ class RequestToolCalls:
 
     guide: Guide | None
     """Guide for calls that must come, or for ``response_format``; None if the text is free."""
+    guide_field: str
+    """The request's field that the guide is made from."""
 
     def __init__(self, request: ChatRequest, answer_format: Mapping[str, Any] | ModelFormat) -> None:
         """Derive the guide and the readers of a chat request from its fields.
@@ -143,6 +145,7 @@ class RequestToolCalls:
         if self._choice not in (None, "none") and not self._tools:
             raise bad_request("tool_choice is only allowed when tools are given", "tool_choice")
         schema = self._schema_of_calls()
+        self.guide_field = "response_format" if schema is None else "tools"
         try:
             self.guide = response_format if schema is None else JsonSchema(schema)
         except ConfigError as error:

@@ -109,10 +109,11 @@ def create_app(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Generate a continuation of each prompt."""
         _check(service, body)
-        service.check_room(len(listed_prompts(body.prompt)) * (body.n or 1))
+        n = body.n or 1
+        service.check_room(len(listed_prompts(body.prompt)) * n, "prompt" if n == 1 else "n")
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
         texts = prompter.prompt_texts(body.prompt) if body.echo else []
-        echoed = [text for text in texts for _ in range(body.n or 1)]
+        echoed = [text for text in texts for _ in range(n)]
         generation = await service.start_generation(body, request, prompts, body.max_tokens)
         writer = CompletionWriter(body, generation, prompter.tokenizer, fingerprint=fingerprint, echoed=echoed)
         return writer.respond(service, stream=body.stream)
