@@ -14,6 +14,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {"a": NO_INTEGER}, "required": [
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": NO_INTEGER}}}
 CALL = {"tools": [{"type": "function", "function": {"name": "f", "parameters": NO_ARGUMENTS}}], "tool_choice": "required"}
+TEXT_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": ["string", "null"]}}}
 LONG = {"model": "m", "messages": [{"role": "user", "content": "x " * 9000}], "max_tokens": 4}
 WRONG = [
     *json.loads((Path(__file__).resolve().parents[1] / "data/wrong_requests.json").read_text()),
@@ -22,6 +23,10 @@ WRONG = [
     {"route": "completions", "param": "response_format", "body": {"model": "m", "prompt": "x", **FORMAT}},
     {"route": "chat/completions", "param": "response_format", "body": {**ASKED, **FORMAT}},
     {"route": "chat/completions", "param": "tools", "body": {**ASKED, **CALL}},
+    *(
+        {"route": "chat/completions", "param": "tools", "body": {**ASKED, "tools": [TEXT_TOOL], "tool_choice": choice}}
+        for choice in ("required", {"type": "function", "function": {"name": "f"}})
+    ),
     {
         "route": "responses",
         "param": "text.format",

@@ -11,7 +11,7 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
 from outrider.engine.requests.sampling import partial_match_length
-from outrider.errors import one_line
+from outrider.errors import one_line, shown
 from outrider.serve.api.format_reader import FormatReader
 from outrider.serve.api.model_formats import ModelFormat
 from outrider.serve.api.request_fields import ChatRequest, NamedTool, format_guide
@@ -278,7 +278,13 @@ def _moved(schema: Any, index: int) -> Any:
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    """Return the schema of the arguments of a call, which are a JSON object."""
+    schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
+    declared = schema.get("type", "object")
+    if "object" not in (declared if isinstance(declared, list | tuple) else [declared]):
+        text = f"the parameters of the tool {function['name']!r} have the type {shown(declared)}; expected 'object'"
+        raise bad_request(text, "tools")
+    return {**schema, "type": "object"}
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
