@@ -93,13 +93,15 @@ def create_app(
     service = Service(engine, prompter, config)
     version = importlib.metadata.version("outrider")
     fingerprint = "outrider-" + hashlib.sha256(f"{version} {engine.info}".encode()).hexdigest()[:12]
-    app = FastAPI(title="Outrider", version=version, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    # A redirect to a path without a final slash would name http:// where a proxy does TLS, and the body would go there.
+    options: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="Outrider", version=version, openapi_url="/openapi.json", **options)
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service, spans=spans)
     if config.allow_origins:
         exposed = ["x-request-id", "request-id", "retry-after"]
-        options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
-        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), **options)
+        allowed: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
+        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), **allowed)
     _add_error_handlers(app)
     _add_status_routes(app, service, version)
     _add_model_routes(app, service)
@@ -167,7 +169,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         texts = {
-            400: "the body can't be read as JSON; send it in UTF-8, without Content-Encoding and deep nesting",
+            400: "the body can't be read as JSON; send it in UTF-8, without Content-Encoding, deep nesting and huge numbers",
             404: f"there is nothing at {path}",
             405: f"{path} has no {request.method}",
         }
