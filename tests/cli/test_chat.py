@@ -50,12 +50,12 @@ def test_messages_of_a_file(outrider, checkpoint, tmp_path):
     said = [
         {"role": "user", "content": "def read("},
         {"role": "assistant", "content": "path"},
-        {"role": "user", "content": "more"},
+        {"role": "user", "content": [{"type": "text", "text": "more"}, {"type": "text", "text": "of it"}]},
     ]
     (tmp_path / "said.json").write_text(json.dumps(said))
     common = ("generate", "--model", checkpoint, "--max-tokens", "6", "--json", *COMMON)
     chat = outrider(*common, "--messages", str(tmp_path / "said.json")).json
-    written = "# user: def read(\n# assistant: path\n# user: more\n# assistant: "
+    written = "# user: def read(\n# assistant: path\n# user: more\nof it\n# assistant: "
     assert chat["token_ids"] == outrider(*common, "--prompt", written).json["token_ids"]
 
 
@@ -68,6 +68,7 @@ def test_messages_of_a_file(outrider, checkpoint, tmp_path):
         (2, '["a"]', "message 0 is 'a'"),
         (2, '[{"role": "user"}]', "message 0, of the role 'user': content is None"),
         (2, '[{"role": "user", "content": [{"type": "text", "text": "a"}, null]}]', r"message 0: content[1] is None"),
+        (2, '[{"role": "user", "content": [{"type": "text"}]}]', "message 0: content[0] is {'type': 'text'}"),
         (1, '[{"role": "user", "content": "\\ud800"}]', "half a character (a lone surrogate) is in the messages"),
         (1, '[{"role": "tool", "content": "x"}]', "the chat template refused the messages: no tools here"),
     ],

@@ -55,6 +55,8 @@ def test_what_is_not_there(http):
     assert "m" in message
     refused(http.get("/v1/models/other"), 404, param="model")
     refused(http.get("/v2"), 404, code="not_found")
+    refused(http.get("/health/"), 404, code="not_found")  # no redirect, which would name http:// behind TLS
+    refused(http.post("/v1/completions/", json=ASKED), 404, code="not_found")
     refused(http.get("/v1/completions"), 405, code="method_not_allowed")
 
 

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import xgrammar
+from xgrammar.testing import _is_grammar_accept_string
 
 from outrider.serve.api.format_reader import FormatReader
 from outrider.serve.api.model_formats import ModelFormat
@@ -110,3 +112,25 @@ def test_what_is_asked_for_by_a_choice_of_tools():
         with pytest.raises(ApiError) as refused:
             RequestToolCalls(asked(**wrong), NO_FORMAT)
         assert refused.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {"description": "no type"},
+        {"anyOf": [{"description": "no type"}, {"type": "object"}]},
+        {"type": ["object", "null"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"description": "no type"}}},
+    ],
+)
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "look"}}], ids=["required", "named"]
+)
+def test_arguments_of_an_enforced_call_are_an_object(parameters, choice):
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    guide = RequestToolCalls(asked(tools=[tool], tool_choice=choice), NO_FORMAT).guide
+    grammar = xgrammar.Grammar.from_json_schema(guide.compiler_text)
+    for arguments in ("{}", "null", "1", '"a"', "[]"):
+        text = f'[{{"name": "look", "arguments": {arguments}}}]' if choice == "required" else arguments
+        assert _is_grammar_accept_string(grammar, text) == (arguments == "{}"), arguments

@@ -227,8 +227,9 @@ def test_auto_without_tools_has_no_effect(http):
         ({"content-type": "application/x-www-form-urlencoded"}, b'{"model": "m"}', "Content-Type: application/json"),
         ({"content-type": "application/json"}, b"[1]", "no JSON object"),
         ({"content-type": "application/json", "content-encoding": "gzip"}, b"\x1f\x8b\x08\xff", "without Content-Encoding"),
+        ({"content-type": "application/json"}, b'{"max_tokens": %s}' % (b"9" * 5000), "huge numbers"),
     ],
-    ids=["form", "list", "gzip"],
+    ids=["form", "list", "gzip", "huge"],
 )
 def test_the_refusal_of_a_body_says_what_to_send(http, headers, body, said):
     answer = http.post("/v1/chat/completions", content=body, headers=headers)

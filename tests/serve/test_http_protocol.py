@@ -179,3 +179,30 @@ def test_a_refused_client_does_not_delay_the_end(server, monkeypatch):
         assert not server.call(lambda _: protocols[0].transport.is_closing())
         server.call(lambda _: protocols[0].shutdown())
         assert server.call(lambda _: protocols[0].transport.is_closing())
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"foo/1"])
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+@pytest.mark.parametrize("cut", [0, 30, 200, -1], ids=["whole", "in the headers", "in the body", "before the last byte"])
+def test_a_request_for_another_protocol_is_answered_in_http_1_1(connection, protocol, framing, cut):
+    body = json.dumps({**ASKED, "max_tokens": 3}).encode()
+    framed = (b"content-length: %d\r\n\r\n" % len(body)) + body
+    if framing == "chunks":
+        framed = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAMAAABk\r\nupgrade: %s\r\n" % protocol
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    request = head + upgrade + framed
+    for piece in (request[:cut], request[cut:]):
+        connection.sendall(piece)
+        time.sleep(0.01)
+    connection.sendall(head + b"connection: close\r\n" + framed)
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    assert received.count(b"HTTP/1.1 200 ") == 2
+    assert received.count(b'"completion_tokens": 3') == 2
+
+
+def test_a_tunnel_is_refused(connection):
+    connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nhost: x:80\r\n\r\n")
+    assert answered(connection) == (400, "invalid_http")

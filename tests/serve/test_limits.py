@@ -96,7 +96,8 @@ def test_a_list_that_is_too_long_is_named_and_no_other_type_of_the_field(http):
 @pytest.mark.parametrize("prompt", [["a"] * 3000, [[5]] * 3000], ids=["texts", "tokens"])
 def test_too_many_prompts_are_refused_before_they_are_tokenised(server, http, monkeypatch, prompt):
     monkeypatch.setattr(server.service.prompter, "_tokens", None)
-    refused(http.post("/v1/completions", json={**ASKED, "prompt": prompt}), 400, param="n")
+    refused(http.post("/v1/completions", json={**ASKED, "prompt": prompt}), 400, param="prompt")
+    refused(http.post("/v1/completions", json={**ASKED, "prompt": prompt[:100], "n": 2}), 400, param="n")
 
 
 @pytest.fixture

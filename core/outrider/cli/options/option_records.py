@@ -374,10 +374,14 @@ def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
             continue  # it may call tools instead
         if not isinstance(content, str | list) or not content:
             raise RequestError(f"{where}, of the role {shown(message['role'])}: content is {shown(content)}; expected a text")
-        for position, part in enumerate(content if isinstance(content, list) else ()):
-            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        parts = content if isinstance(content, list) else []
+        for position, part in enumerate(parts):
+            is_part = isinstance(part, dict) and isinstance(part.get("type"), str)
+            if not is_part or (part["type"] == "text" and not isinstance(part.get("text"), str)):
                 raise RequestError(
                     f"{where}: content[{position}] is {shown(part)}; expected an object with a type, such as "
                     '{"type": "text", "text": "…"}'
                 )
+        if parts and all(part["type"] == "text" for part in parts):  # many templates read no list
+            message["content"] = "\n".join(part["text"] for part in parts)
     return tuple(found)

@@ -38,6 +38,8 @@ MAX_COUNT = 1 << 16
 """Maximum value of a length limit or an item count."""
 MAX_NUMBER = 1 << 53
 """Maximum absolute value of a limit of numbers. JavaScript's safe integers, the limits of Zod's ``z.int()``, are below it."""
+_EXACT_INTEGERS = range(-(1 << 63), 1 << 63)
+"""Integers that xgrammar writes digit by digit. It rounds others to floating-point numbers."""
 
 _ANNOTATIONS = frozenset(
     (
@@ -68,6 +70,7 @@ _KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 _COUNT_KEYWORDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LIMITS = _NUMBER_KEYWORDS.union(_COUNT_KEYWORDS)
+_SCALARS = (str, int, float, type(None))
 
 
 def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,6 +215,8 @@ class _SchemaReader:
             for each in values:
                 if types is not None and not _has_type(each, types):
                     raise ConfigError(f"the JSON schema has {shown(each)} at {pointer}/{key}, which isn't of its type")
+                if _has_rounded_integer(each):
+                    raise _unexpected(f"{pointer}/{key}", each, "integers of at most 64 bits")
             return {key: value}
         schemas = self._schemas(key, {key: value}, pointer)
         branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(schemas)]
@@ -225,7 +230,7 @@ class _SchemaReader:
         if not all(_are_disjoint(one, other) for one, other in combinations(resolved, 2)):
             raise ConfigError(
                 f"the JSON schema has 'oneOf' at {pointer}, and a value may fit several of its schemas; use 'anyOf', "
-                "or give each another type, or a required property with a 'const' of its own"
+                "or give each another type, a 'const' of its own, or a required property with a 'const' of its own"
             )
 
     def _typed(self, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
@@ -394,9 +399,9 @@ def _common_types(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ..
 
 
 def _are_disjoint(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return True if certainly no value fits both schemas: by type, or by a required property with fixed values."""
+    """Return True if certainly no value fits both schemas: by type, by fixed values, or by those of a required property."""
     types = [_possible_types(schema) for schema in (one, other)]
-    if types[0] and types[1] and not types[0] & types[1]:
+    if (types[0] and types[1] and not types[0] & types[1]) or _have_distinct_values(one, other):
         return True
     required_properties: list[Mapping[str, Any]] = []
     for schema in (one, other):
@@ -405,14 +410,18 @@ def _are_disjoint(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
             return False
         names = frozenset(key for key in required if isinstance(key, str))
         required_properties.append({key: value for key, value in properties.items() if key in names})
-    for key in required_properties[0]:
-        if key in required_properties[1]:
-            values = [_fixed_values(properties[key]) for properties in required_properties]
-            if max(map(len, values)) > MAX_BRANCHES:
-                return False
-            if values[0] and values[1] and not any(value in values[1] for value in values[0]):
-                return True
-    return False
+    first, second = required_properties
+    return any(_have_distinct_values(first[key], second[key]) for key in first if key in second)
+
+
+def _have_distinct_values(one: Any, other: Any) -> bool:
+    """Return True if both schemas have a few fixed values, none of them an array or an object, and none in common."""
+    distinct: list[set[tuple[bool, Any]]] = []
+    for values in (_fixed_values(one), _fixed_values(other)):
+        if not 0 < len(values) <= MAX_BRANCHES or not all(isinstance(each, _SCALARS) for each in values):
+            return False
+        distinct.append({(isinstance(each, bool), each) for each in values})  # in Python, true equals 1
+    return distinct[0].isdisjoint(distinct[1])
 
 
 def _possible_types(schema: Mapping[str, Any]) -> frozenset[str]:
@@ -436,6 +445,18 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
         return "number" in types or ("integer" in types and float(value).is_integer())
     name = "string" if isinstance(value, str) else "array" if isinstance(value, list | tuple) else "object"
     return name in types
+
+
+def _has_rounded_integer(value: object) -> bool:
+    """Return True if ``value`` is or contains an integer outside :data:`_EXACT_INTEGERS`."""
+    unchecked = [value]
+    while unchecked:
+        each = unchecked.pop()
+        if isinstance(each, Mapping | list | tuple):
+            unchecked += each.values() if isinstance(each, Mapping) else each
+        elif _is_int(each) and each not in _EXACT_INTEGERS:
+            return True
+    return False
 
 
 def _is_int(value: object) -> bool:

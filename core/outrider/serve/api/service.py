@@ -301,7 +301,12 @@ class Service:
         num_choices = sum(each.n for each in params)
         readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
         pieces = body.stream_options is not None and body.stream_options.include_drafted
-        generation = await self.generate(prompts, params, priority=body.priority or 0, pieces=pieces, readers=readers)
+        try:
+            generation = await self.generate(prompts, params, priority=body.priority or 0, pieces=pieces, readers=readers)
+        except ApiError as error:
+            if guide is not None and error.status == 400 and error.param is None:  # the guide can't be compiled
+                error.param = "response_format" if calls is None else calls.guide_field
+            raise
         generation.log_fields = request.scope[LOG_FIELDS_KEY]
         generation.log_fields["model"] = body.model
         return generation
@@ -332,11 +337,11 @@ class Service:
             raise
         return generation
 
-    def check_room(self, samples: int) -> None:
-        """Raise :class:`ApiError` if the server can't run or queue ``samples`` more choices now."""
+    def check_room(self, samples: int, field: str = "n") -> None:
+        """Raise :class:`ApiError`, which names ``field``, if the server can't run or queue ``samples`` more choices now."""
         capacity = self.engine.info.max_requests + self.config.max_queued
         if samples > capacity:
-            raise bad_request(f"the request asks for {samples} choices, this server runs and queues {capacity}", "n")
+            raise bad_request(f"the request asks for {samples} choices, this server runs and queues {capacity}", field)
         if self.engine.num_open_samples + samples > capacity:
             open_samples = self.engine.num_open_samples
             raise _overloaded(f"the queue is full: {open_samples} choices run or wait, {capacity} at most; try again later")

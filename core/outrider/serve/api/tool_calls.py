@@ -11,7 +11,7 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
 from outrider.engine.requests.sampling import partial_match_length
-from outrider.errors import one_line
+from outrider.errors import one_line, shown
 from outrider.serve.api.format_reader import FormatReader
 from outrider.serve.api.model_formats import ModelFormat
 from outrider.serve.api.request_fields import ChatRequest, NamedTool, format_guide
@@ -128,6 +128,8 @@ class RequestToolCalls:
 
     guide: Guide | None
     """Guide for calls that must come, or for ``response_format``; None if the text is free."""
+    guide_field: str
+    """The request's field that the guide is made from."""
 
     def __init__(self, request: ChatRequest, answer_format: Mapping[str, Any] | ModelFormat) -> None:
         """Derive the guide and the readers of a chat request from its fields.
@@ -143,6 +145,7 @@ class RequestToolCalls:
         if self._choice not in (None, "none") and not self._tools:
             raise bad_request("tool_choice is only allowed when tools are given", "tool_choice")
         schema = self._schema_of_calls()
+        self.guide_field = "response_format" if schema is None else "tools"
         try:
             self.guide = response_format if schema is None else JsonSchema(schema)
         except ConfigError as error:
@@ -275,7 +278,13 @@ def _moved(schema: Any, index: int) -> Any:
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    """Return the schema of the arguments of a call, which are a JSON object."""
+    schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
+    declared = schema.get("type", "object")
+    if "object" not in (declared if isinstance(declared, list | tuple) else [declared]):
+        text = f"the parameters of the tool {function['name']!r} have the type {shown(declared)}; expected 'object'"
+        raise bad_request(text, "tools")
+    return {**schema, "type": "object"}
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

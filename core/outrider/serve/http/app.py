@@ -93,13 +93,15 @@ def create_app(
     service = Service(engine, prompter, config)
     version = importlib.metadata.version("outrider")
     fingerprint = "outrider-" + hashlib.sha256(f"{version} {engine.info}".encode()).hexdigest()[:12]
-    app = FastAPI(title="Outrider", version=version, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    # A redirect to a path without a final slash would name http:// where a proxy does TLS, and the body would go there.
+    options: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="Outrider", version=version, openapi_url="/openapi.json", **options)
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service, spans=spans)
     if config.allow_origins:
         exposed = ["x-request-id", "request-id", "retry-after"]
-        options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
-        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), **options)
+        allowed: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
+        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), **allowed)
     _add_error_handlers(app)
     _add_status_routes(app, service, version)
     _add_model_routes(app, service)
@@ -109,10 +111,11 @@ def create_app(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Generate a continuation of each prompt."""
         _check(service, body)
-        service.check_room(len(listed_prompts(body.prompt)) * (body.n or 1))
+        n = body.n or 1
+        service.check_room(len(listed_prompts(body.prompt)) * n, "prompt" if n == 1 else "n")
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
         texts = prompter.prompt_texts(body.prompt) if body.echo else []
-        echoed = [text for text in texts for _ in range(body.n or 1)]
+        echoed = [text for text in texts for _ in range(n)]
         generation = await service.start_generation(body, request, prompts, body.max_tokens)
         writer = CompletionWriter(body, generation, prompter.tokenizer, fingerprint=fingerprint, echoed=echoed)
         return writer.respond(service, stream=body.stream)
@@ -166,7 +169,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         texts = {
-            400: "the body can't be read as JSON; send it in UTF-8, without Content-Encoding and deep nesting",
+            400: "the body can't be read as JSON; send it in UTF-8, without Content-Encoding, deep nesting and huge numbers",
             404: f"there is nothing at {path}",
             405: f"{path} has no {request.method}",
         }

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Generator
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -39,6 +40,27 @@ _MAX_LINGER_HEADER_BYTES = 1 << 20
 """Maximum number of bytes that the server discards after it has refused a request's headers."""
 
 
+class _Http11Parser(httptools.HttpRequestParser):
+    """A parser that reads a request for another protocol (``Upgrade``) as a request of HTTP/1.1, with its body.
+
+    RFC 9110, section 7.8, lets a server ignore ``Upgrade``. Java's HTTP client asks for HTTP/2 with its first requests.
+    """
+
+    def __init__(self, protocol: LimitedHttpProtocol) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own parser
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # uvicorn passes bytes
+        """Parse a piece of received bytes."""
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("CONNECT") from None
+            self.feed_data(self._protocol.head_without_upgrade() + data[upgrade.args[0] :])
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One HTTP connection. The server closes it before reading the API key if headers are too many, too long or too late."""
 
@@ -47,6 +69,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = _Http11Parser(self)
         self._served_app, self.app = self.app, self._run_app
         self._timer: asyncio.TimerHandle | None = None
         self._has_part_of_headers = False
@@ -102,10 +125,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the time limit of the headers, and pass the request on."""
+        if self.parser.should_upgrade():
+            return  # the parser reads the request again
         self._has_part_of_headers = False
         self._stop_timer()
         super().on_headers_complete()
         self._cycles = [*self._open_cycles(), self.cycle]
+
+    def on_message_complete(self) -> None:
+        """Tell the request that its body is complete."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def head_without_upgrade(self) -> bytes:
+        """Return the request line and the headers of the last request as bytes, without ``Upgrade``."""
+        version = self.parser.get_http_version().encode()
+        headers = (b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        return b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, b"".join(headers))
 
     def shutdown(self) -> None:
         """Close the connection once its response is complete."""
