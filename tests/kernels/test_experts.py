@@ -241,3 +241,12 @@ def test_the_next_norm_adds_what_the_experts_left(tokens, count, hidden, device,
     assert torch.equal(deferred.add_rms_norm(rows, norm, 1e-5), right)
     assert torch.equal(rows, added)
     assert torch.equal(deferred.add(residual), added)
+
+
+def test_tiles_of_gates_are_tall_and_blocks_small_while_weights_decide():
+    """On an H200, gates with twice as many pairs of rows as tokens take 1 to 9 % less time, and blocks of 64 up to 14 %."""
+    mixtures, gate_up = TritonKernels(DEVICES["H200"]).mixtures, torch.empty(128, 2 * 768, 2048, device="meta")
+    for tokens, block, pairs, columns in ((128, 32, 64, 64), (512, 64, 128, 64), (900, 64, 128, 64), (64, 16, 64, 128)):
+        size, gates, outputs = mixtures.experts_config(tokens, 8, gate_up)
+        assert (size, gates.block_n, gates.block_k, outputs.block_m) == (block, pairs, columns, block)
+    assert mixtures.experts_config(1024, 8, gate_up)[1].descriptor == LARGE_M
