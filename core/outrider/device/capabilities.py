@@ -81,9 +81,9 @@ class Capabilities:
     in the first one if there is no such dtype. Empty: all ``dtypes`` are equally good."""
 
     quantized_formats: frozenset[str] = frozenset()
-    """Formats of quantised weights for which the backend has its own kernels (``KernelSet.linear_quantized``). Models in
-    these formats are loaded by default. Any other format has only the torch reference, which the user must request by
-    name. See :data:`~outrider.device.QUANTIZED_FORMATS`."""
+    """Formats of quantised weights in which models are loaded by default: those of the backend's own kernels
+    (``KernelSet.linear_quantized``), or all, if the torch references are its kernels. For any other format the user must
+    request the reference by name. See :data:`~outrider.device.QUANTIZED_FORMATS`."""
 
     page_size: int = 16
     """Tokens of a KV page with which the backend's own kernels run: the default if the user names no page size."""
