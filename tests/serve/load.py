@@ -16,7 +16,6 @@ import httpx
 PROMPTS = Path(__file__).parents[1] / "data" / "heldout_prompts.json"
 NONSENSE = [
     b"{",
-    b'{"model": "m"}',
     b'{"model": "other", "prompt": "x"}',
     b'{"model": "m", "prompt": "x", "max_tokens": -1}',
     b'{"model": "m", "prompt": "x", "temperature": "hot"}',
