@@ -48,9 +48,7 @@ HYBRID = ", hybrid"
 """Suffix of the name of a proposer whose target has recurrent layers."""
 WIDE_HYBRID = ", wide hybrid"
 """Suffix of the name of a proposer whose target has recurrent layers with heads for four ranks."""
-PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
-PERSONALITIES = ("cuda", "rocm", "npu")
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider import Engine, SamplingParams
 from outrider.device import DeltaRuleWeights, QuantizedWeight
 from outrider.device.kernels.formats import FP8
 from outrider.device.kernels.weight_formats import weight_format
@@ -44,7 +43,6 @@ from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.parallel import BlockProposer, PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_proof import tiny
-from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
     from outrider.device import Backend, KernelSet
@@ -161,10 +159,6 @@ def part_of(weights: _Weights, config: ModelConfig, shards: Shards) -> _Weights:
     return replace(weights, **own)
 
 
-PROMPTS: list[tuple[int, ...]] = [(3,), (1, 2, 3, 4, 5)]
-NEW_TOKENS = 10
-
-
 def copy_to_device(value: Any, device: torch.device) -> Any:
     """Copy weights to a device: a tensor, or the tensors of tuples and dataclasses; other values are returned unchanged."""
     if isinstance(value, torch.Tensor):
@@ -254,25 +248,6 @@ CHAINED: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 """Makers of proposers of hybrid models, by name: a head of multi-token prediction that is applied to its own state again, a
 draft model with recurrent layers, and the hybrid target itself, whose drafts are all accepted.
 """
-
-
-def program(name: str, **config: Any) -> Callable[[Backend], None]:
-    """Return a program that generates with one proposer, greedy and sampled, and checks the greedy tokens."""
-    config = {"max_context": 32, "max_requests": 2, "page_size": 4, "prefill_chunk": 4, "overlap": True} | config
-
-    def run(backend: Backend) -> None:
-        loading = backend.create_stream("load")
-        with backend.on(loading):
-            target = decoder(tiny.target(), backend)
-            proposer = MAKERS[name](target, backend)
-        loading.synchronize()
-        engine = Engine(target, backend, proposer=proposer, config=plain_config(dtype="float64", **config))
-        results = engine.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
-        for prompt, result in zip(PROMPTS, results, strict=True):
-            assert result.token_ids == tiny.plain(prompt, NEW_TOKENS)
-        engine.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=1.0))
-
-    return run
 
 
 QUANTISED = "eagle, quantised"

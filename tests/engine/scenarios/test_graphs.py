@@ -16,7 +16,7 @@ from outrider_cpu.backend import CpuBackend
 from outrider_proof.decode_program import WrongTokens
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
-from outrider_sanitizer.report import STALENESS
+from races.test_corpus import STALENESS
 from tiny_vision_checkpoints import write_vision_checkpoint
 
 
