@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from outrider_proof.checkpoints import SHAPE, layer_products, save_head
+from outrider_proof.checkpoints import SHAPE, layer_products, write_eagle
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -140,6 +140,37 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any] | 
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
 
+def write_eagle_variant(
+    directory: Path, *, bias: bool = True, input_norm: bool = False, embedding: bool = True, fmt: str = "safetensors"
+) -> dict[str, torch.Tensor]:
+    """Write the EAGLE head of :func:`write_eagle` without its bias or embedding, with a norm before attention, or by
+    torch.save; returns its tensors.
+    """
+    state = write_eagle(directory)
+    if not bias:
+        del state["fc.bias"]
+    if input_norm:
+        state["layers.0.input_layernorm.weight"] = torch.randn(SHAPE["hidden_size"]) * 0.3
+    if not embedding:
+        del state["embed_tokens.weight"]
+    (directory / "model.safetensors").unlink()
+    _save_tensors(directory, state, fmt)
+    return state
+
+
+def save_head(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str) -> None:
+    """Write the config and tensors of a draft head, as ``model.safetensors`` or by torch.save for any other ``fmt``."""
+    config.save_pretrained(directory)
+    _save_tensors(directory, state, fmt)
+
+
+def _save_tensors(directory: Path, state: dict[str, torch.Tensor], fmt: str) -> None:
+    if fmt == "safetensors":
+        save_file(state, directory / "model.safetensors")
+    else:
+        torch.save(state, directory / "pytorch_model.bin")
+
+
 def write_eagle3(
     directory: str | Path,
     *,
@@ -164,8 +195,10 @@ def write_eagle3(
         "midlayer.hidden_norm.weight": (hidden,),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.post_attention_layernorm.weight": (hidden,),
-        **layer_products("midlayer", hidden, inner, kv, reads=2 * hidden),
+        **layer_products("midlayer", hidden, inner, kv),
     }
+    for name in ("q_proj", "k_proj", "v_proj"):
+        shapes[f"midlayer.self_attn.{name}.weight"] = (shapes[f"midlayer.self_attn.{name}.weight"][0], 2 * hidden)
     for index in range(1, depth):
         for key in [key for key in shapes if key.startswith("midlayer.") and "hidden_norm" not in key]:
             narrow = tuple(min(size, hidden) if "_proj" in key and "self_attn" in key else size for size in shapes[key])

@@ -7,8 +7,9 @@ from PIL import Image
 from model.test_vision import IMAGE, picture, reference_inputs
 from outrider.model import MediaProcessor, expand_placeholders
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider_proof.checkpoints import VISION_TOKENS, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS
 from tiny_checkpoints import word_tokenizer
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 NAMES = {
     "vision_start_token_id": "<|vision_start|>",

@@ -21,7 +21,8 @@ from outrider.engine.requests.draft_length import (
 from outrider.engine.requests.sampling import SamplingParams
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
-from outrider_proof.proposers import EXTREMES, MAKERS, PROMPTS
+from outrider_proof.proposers import EXTREMES, MAKERS
+from tiny_programs import PROMPTS
 
 # Milliseconds as an H200 has them for an 8B model at 640 cached tokens, by requests and length: large batches are bound by
 # arithmetic.

@@ -14,12 +14,13 @@ from outrider.model import EagleHead
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_proof.explorations import DecodeExplorer
-from outrider_proof.proposers import NEW_TOKENS, PROMPTS, decoder, program
+from outrider_proof.proposers import decoder
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
 from outrider_sim.exploration import run_once
 from outrider_sim.kernels import HostPlan
 from outrider_sim.strategies import Strategy, make_strategy
+from tiny_programs import NEW_TOKENS, PROMPTS, program
 
 PROPOSERS = ["eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram-tree", "none"]
 

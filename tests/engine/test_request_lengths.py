@@ -24,7 +24,8 @@ from outrider.engine.state.plans import PackedTokens
 from outrider.model import ForwardInput
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
-from outrider_proof.proposers import EXTREMES, MAKERS, PROMPTS
+from outrider_proof.proposers import EXTREMES, MAKERS
+from tiny_programs import PROMPTS
 
 CPU = CpuBackend()
 MODES = {"staged": {}, "alone": {"overlap": False}, "graphs": {"graphs": True}, "fused": {"mode": "fused"}}

@@ -36,10 +36,11 @@ from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.parallel import PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import VISION_FAMILIES, write_eagle, write_vision_checkpoint
+from outrider_proof.checkpoints import write_eagle
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 from tiny_checkpoints import write_checkpoint, write_eagle3, write_mtp, write_peagle
+from tiny_vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

@@ -22,7 +22,7 @@ from outrider.device import OutriderError
 from outrider.errors import CheckpointError
 from outrider.model import MediaProcessor
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import IMAGE, picture, write_eagle, write_vision_checkpoint
+from outrider_proof.checkpoints import IMAGE, picture, write_eagle
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import (
     byte_level_tokenizer,
@@ -30,9 +30,11 @@ from tiny_checkpoints import (
     write_checkpoint,
     write_dflash,
     write_eagle3,
+    write_eagle_variant,
     write_mtp,
     write_peagle,
 )
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 TARGET = "llama"
 LONGEST = 2000  # characters of a message: a paragraph
@@ -49,7 +51,7 @@ class Kind:
 
 
 def _eagle_bin(directory: Path) -> None:
-    write_eagle(directory, fmt="bin")
+    write_eagle_variant(directory, fmt="bin")
 
 
 KINDS: Mapping[str, Kind] = {

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from model.harness import Driver
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle, open_head
-from outrider_proof.checkpoints import write_eagle, write_vision_checkpoint
-from tiny_checkpoints import tiny_config, write_checkpoint
+from outrider_proof.checkpoints import write_eagle
+from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle_variant
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 
@@ -44,7 +45,7 @@ def reference_head(state, tokens, hidden, embedding):
 )
 def test_head_is_the_published_one(tmp_path, backend, shape):
     write_checkpoint(tmp_path / "target", "llama")
-    state = write_eagle(tmp_path / "head", **shape)
+    state = write_eagle_variant(tmp_path / "head", **shape)
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
     head = load_eagle(open_head(tmp_path / "head", target=target, backend=backend, dtype=torch.float32))
     driver = Driver(target)
@@ -88,7 +89,7 @@ def test_head_of_a_target_with_axes(tmp_path, backend):
 
 def test_wrong_fusion(tmp_path, backend):
     write_checkpoint(tmp_path / "target", "llama")
-    write_eagle(tmp_path / "head", fmt="bin")
+    write_eagle_variant(tmp_path / "head", fmt="bin")
     state = torch.load(tmp_path / "head/pytorch_model.bin", weights_only=True)
     state["fc.weight"] = torch.zeros(32, 96)
     torch.save(state, tmp_path / "head/pytorch_model.bin")
@@ -108,7 +109,7 @@ def test_dtype_must_be_the_targets(tmp_path, backend):
 def test_bin_with_code_is_refused(tmp_path, backend):
     """A pickle that would run something isn't loaded."""
     write_checkpoint(tmp_path / "target", "llama")
-    write_eagle(tmp_path / "head", fmt="bin")
+    write_eagle_variant(tmp_path / "head", fmt="bin")
 
     class Evil:
         def __reduce__(self):

@@ -29,8 +29,9 @@ from outrider.model.checkpoint.files import read_json, wrap_read_errors
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import check_fields, number, record, whole_number
 from outrider.model.layers.rotary import make_rotary
-from outrider_proof.checkpoints import picture, write_eagle, write_vision_checkpoint
-from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_eagle3
+from outrider_proof.checkpoints import picture, write_eagle
+from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_eagle3, write_eagle_variant
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def sound(tmp_path_factory):
     write_checkpoint(root / "mistral", "mistral-window")
     write_vision_checkpoint(root / "vision", "qwen2_5_vl")
     write_eagle(root / "eagle")
-    write_eagle(root / "bin", fmt="bin")
+    write_eagle_variant(root / "bin", fmt="bin")
     write_eagle3(root / "eagle3")
     return root
 

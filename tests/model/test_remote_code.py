@@ -24,8 +24,9 @@ from outrider.model import (
     open_head,
 )
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider_proof.checkpoints import write_eagle, write_vision_checkpoint
+from outrider_proof.checkpoints import write_eagle
 from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_eagle3
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 EVIL = """
 import pathlib

@@ -24,7 +24,8 @@ from outrider.model import (
     speculative_positions,
 )
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider_proof.checkpoints import IMAGE, VIDEO, VISION_FAMILIES, VISION_TOKENS, picture, write_vision_checkpoint
+from outrider_proof.checkpoints import IMAGE, VISION_TOKENS, picture
+from tiny_vision_checkpoints import VIDEO, VISION_FAMILIES, write_vision_checkpoint
 
 STEPS = 12
 CONSECUTIVE = ("qwen2_vl", "qwen2_5_vl")

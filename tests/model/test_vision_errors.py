@@ -10,9 +10,10 @@ from model import vision_checkpoints
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError, RequestError
 from outrider.model import MediaProcessor, load_decoder, load_vision
-from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
+from outrider_proof.checkpoints import IMAGE, picture
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import rewrite
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 BAD_VALUES = (0, -1, 2.5, "4", True, [], {}, 1 << 40)
 BAD_FIELDS = (

@@ -58,9 +58,9 @@ def fence_cells() -> Iterator[tuple[str, str, str | None]]:
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """Yield the arguments of :func:`run_job` for every job, the longest jobs first: the part, then the fields of a setup."""
-    from outrider_proof.engine_setups import HYBRID, PERSONALITIES, PROPOSERS
+    from outrider_proof.engine_setups import HYBRID
     from outrider_proof.rank_engine import HYBRID_PROPOSERS
-    from proof.setups import all_setups
+    from proof.setups import PERSONALITIES, PROPOSERS, all_setups
 
     hybrids = tuple(name + HYBRID for name in HYBRID_PROPOSERS)
     wanted = options.proposers or (*PROPOSERS, *hybrids)

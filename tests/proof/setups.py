@@ -14,8 +14,12 @@ from outrider import Engine
 from outrider.device import ConfigError, Fence
 from outrider.engine.requests.request import Request
 from outrider_proof.decode_program import HostProgram, Serving
-from outrider_proof.engine_setups import MODES, PERSONALITIES, PROPOSERS, Models, host_models, prompt_and_media
+from outrider_proof.engine_setups import MODES, VISION, Models, host_models, prompt_and_media
+from outrider_proof.proposers import MAKERS
 from outrider_sim.plugin import create_backend
+
+PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
+PERSONALITIES = ("cuda", "rocm", "npu")
 
 PLUGINS = {"outrider_npu": "emulation", "outrider_rocm": "emulation_hip"}
 """Vendor plugins that replace a personality: the plugin's code runs on an emulation of the vendor's package.

@@ -9,13 +9,13 @@ import pytest
 
 from outrider.engine.requests import scheduler
 from outrider.engine.requests.scheduler import Scheduler
-from outrider_proof.engine_setups import MODES, PERSONALITIES, PROPOSERS, random_host_program
+from outrider_proof.engine_setups import MODES, random_host_program
 from outrider_proof.proposers import EXTREMES
 from proof.mutants import program_set
 from proof.mutants.classes import CLASSES, class_of, sample_sites
 from proof.mutants.mutation_sites import apply, sites
 from proof.mutants.survivors import REASONS
-from proof.setups import EngineSetup
+from proof.setups import PERSONALITIES, PROPOSERS, EngineSetup
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 says it of each fork
 FREED = "Scheduler.retire: leave an operand out: r.finished and r.in_flight == 0 → r.finished"

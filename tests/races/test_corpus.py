@@ -6,11 +6,22 @@ import pytest
 
 from outrider_sanitizer import watch
 from outrider_sanitizer.races import RACES, Race, WrongValue
-from outrider_sanitizer.report import STALENESS
+from outrider_sanitizer.report import FindingKind
 from outrider_sim.backend import SimBackend
 from outrider_sim.exploration import explore, run_once
 from outrider_sim.options import parse_options
 from outrider_sim.strategies import Strategy, make_strategy
+
+STALENESS = frozenset(
+    {
+        FindingKind.UNDEFINED,
+        FindingKind.STALE,
+        FindingKind.STALE_PADDING,
+        FindingKind.STALE_OUTPUT,
+        FindingKind.STALE_MIRROR,
+        FindingKind.NOT_REBOUND,
+    }
+)
 
 ALL = [pytest.param(race, id=name) for name, race in RACES.items()]
 FLAGGED = [pytest.param(race, id=name) for name, race in RACES.items() if race.kind]

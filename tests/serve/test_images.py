@@ -14,10 +14,11 @@ from outrider.errors import RequestError
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.model.media.vision import decode_image
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import VISION_TOKENS, picture, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS, picture
 from outrider_proof.tiny import plain_config
 from serve.running import running
 from tiny_checkpoints import word_tokenizer
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 SPECIAL = {
     "<|vision_start|>": VISION_TOKENS["vision_start_token_id"],

@@ -15,9 +15,9 @@ from outrider.model import load_decoder, load_mtp, open_head, with_vocabulary_si
 from outrider.speculative.build import BUILDERS, DraftOptions, build_proposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import tiny_config, word_tokenizer, write_checkpoint
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]
 CHAINS = ("dflash", "peagle", "suffix")

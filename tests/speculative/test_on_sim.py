@@ -3,12 +3,13 @@
 import pytest
 
 from outrider_proof import tiny
-from outrider_proof.proposers import MAKERS, NEW_TOKENS, PROMPTS, program
+from outrider_proof.proposers import MAKERS
 from outrider_sanitizer import watch
 from outrider_sim.backend import SimBackend
 from outrider_sim.exploration import run_once
 from outrider_sim.options import parse_options
 from outrider_sim.strategies import Strategy
+from tiny_programs import NEW_TOKENS, PROMPTS, program
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,10 +7,10 @@ import pytest
 
 from outrider.engine.fences import FENCES
 from outrider_proof import tiny
-from outrider_proof.proposers import program
 from outrider_sim.plugin import create_backend
 from outrider_trace.picture import PAGE_WIDTHS, STAGES, WIDTH, render_page, render_svg, sort_lanes, stage_spans
 from outrider_trace.timeline import FenceMark, OperationSpan, Timeline, WaitArrow, record_timeline
+from tiny_programs import program
 
 
 def timeline(*marks, spans=6, stream="forward"):

@@ -18,11 +18,11 @@ from outrider_conformance.lab import Lab
 from outrider_conformance.random_kernels.paged_batch import paged_batch
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
 from outrider_proof import tiny
-from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 from outrider_sim.exploration import run_once
 from outrider_sim.strategies import Strategy, make_strategy
+from tiny_programs import NEW_TOKENS, PROMPTS, program
 from vendors.flashinfer_numerics import CASES, check, check_tokens, generate, random_model
 
 EMULATED = Path(__file__).parent / "emulated_flashinfer"

@@ -18,15 +18,16 @@ Promise = tuple[str, str]
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
-def promise(member: str, words: str) -> Callable[[_Test], _Test]:
+def promise(member: str, words: str = "") -> Callable[[_Test], _Test]:
     """Mark a test with the promise that it checks.
 
-    ``member`` is a name of ``outrider.device`` (``Stream.wait``). ``words`` is a passage of its docstring. A test of the kit
-    compares the two, so that a report quotes only words of the backend interface.
+    ``member`` is a name of ``outrider.device`` (``Stream.wait``). ``words`` is a passage of its docstring, by default the
+    first sentence. A test of the kit compares the two, so that a report quotes only words of the backend interface.
     """
+    checked = (member, words) if words else first_sentence(member)
 
     def mark(test: _Test) -> _Test:
-        return pytest.mark.promise(member, words)(test)  # type: ignore[no-any-return]
+        return pytest.mark.promise(*checked)(test)  # type: ignore[no-any-return]
 
     return mark
 

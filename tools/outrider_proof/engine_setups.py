@@ -48,9 +48,7 @@ HYBRID = ", hybrid"
 """Suffix of the name of a proposer whose target has recurrent layers."""
 WIDE_HYBRID = ", wide hybrid"
 """Suffix of the name of a proposer whose target has recurrent layers with heads for four ranks."""
-PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
-PERSONALITIES = ("cuda", "rocm", "npu")
 
 
 @functools.cache
@@ -217,7 +215,21 @@ def vision_checkpoint() -> Path:
     """Return the directory of a tiny vision-language checkpoint, written once per process."""
     directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    write_vision_checkpoint(directory, "qwen3_vl")
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}
+    write_vision_checkpoint(
+        directory,
+        "qwen3_vl",
+        text={"head_dim": 8, "rope_parameters": rope},
+        vision={
+            "depth": 2,
+            "hidden_size": 24,
+            "out_hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 40,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    )
     return directory
 
 

@@ -87,16 +87,6 @@ class StageMonitor:
 
         setattr(stage, "run", watched)  # noqa: B010
 
-    def unused(self, stage: Stage) -> set[tuple[str, str]]:
-        """Return the declarations of ``stage`` that no access has used: ``reads`` or ``writes``, and the memory."""
-        accessed = self.accessed[stage.name]
-        return {
-            (kind, declared)
-            for kind in ("reads", "writes")
-            for declared in getattr(stage, kind)
-            if not any(each == kind and is_part(name, declared) for each, name in accessed)
-        }
-
 
 def is_part(name: str, declared: str) -> bool:
     """Return True if ``declared`` is the memory ``name`` or a group that contains it."""

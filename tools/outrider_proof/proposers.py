@@ -7,7 +7,7 @@ and a quantised KV cache: the first layer has a scale per KV head, the other lay
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider import Engine, SamplingParams
-from outrider.device import DeltaRuleWeights, QuantizedWeight
+from outrider.device import QuantizedWeight
 from outrider.device.kernels.formats import FP8
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.device.kernels.weights import SplitWeight, plain
@@ -31,10 +30,11 @@ from outrider.model import (
     ModelConfig,
     ModelRanks,
     MtpHead,
-    RecurrentConfig,
     Shards,
     or_single_rank,
 )
+from outrider.model.checkpoint.files import Piece, Target
+from outrider.model.checkpoint.mapping import expert_targets, layer_targets, layer_weights, recurrent_targets, table_target
 from outrider.model.layers.layer_weights import CacheFormat
 from outrider.model.quantization.cache import cache_format
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer, HybridDraftModelProposer
@@ -44,7 +44,6 @@ from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.parallel import BlockProposer, PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_proof import tiny
-from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
     from outrider.device import Backend, KernelSet
@@ -55,114 +54,73 @@ _Weights = TypeVar("_Weights", bound=DecoderWeights | HeadWeights)
 _Head = TypeVar("_Head", EagleHead, Eagle3Head, DFlashHead, MtpHead)
 
 
-def table_part(table: Tensor, shards: Shards) -> Tensor:
-    """Return this rank's rows of an embedding or head, [vocabulary, hidden], padded with zeros to the first rank's size."""
-    start, stop = shards.vocabulary.uneven(table.shape[0])
-    missing = shards.vocabulary.width(table.shape[0]) - (stop - start)
-    return torch.nn.functional.pad(table[start:stop], (0, 0, 0, missing)).contiguous()
+def _cut(complete: Mapping[str, Tensor], whole: Sequence[Target], own: Sequence[Target]) -> dict[str, Tensor]:
+    """Return the weights ``own`` of a rank by name, read from the weights ``whole`` as from a checkpoint that holds them."""
+    stored: dict[str, Tensor] = {}
+
+    def part(piece: Piece) -> Tensor:
+        tensor = stored[piece.key]
+        return tensor if piece.tensor_slice is None else tensor[piece.tensor_slice.slices(tensor.dim())]
+
+    for target in whole:
+        rows = complete[target.name].split([piece.read_shape[0] for piece in target.pieces])
+        for piece, values in zip(target.pieces, rows, strict=True):
+            stored.setdefault(piece.key, values.new_empty(piece.shape))
+            part(piece).copy_(values.view_as(part(piece)))
+    cut = {}
+    for target in own:
+        parts = [part(piece).reshape(piece.read_shape) for piece in target.pieces]
+        cut[target.name] = torch.cat((*parts, parts[0].new_zeros((target.padding, *parts[0].shape[1:]))))
+    return cut
 
 
 def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> LayerWeights:
     """Return this rank's part of a layer; ``config`` describes the complete model."""
-    size, heads, kv_heads = config.head_size, config.num_heads, config.num_kv_heads
-    own, own_kv, inner = shards.heads(config), shards.kv_heads(config), shards.mlp.even(config.intermediate_size)
+    assert weights.cache is None  # only models on one rank have a quantised cache
+    attends, mixture = weights.recurrent is None, weights.router is not None
+    complete = {
+        f"layer.{prefix}{field.name}": value.flatten(0, 1) if value.dim() == 3 else value
+        for prefix, record in (("", weights), ("recurrent.", weights.recurrent))
+        if record is not None
+        for field in dataclasses.fields(record)
+        if isinstance(value := getattr(record, field.name), Tensor)
+    }
 
-    def rows(part: Tensor, between: tuple[int, int], unit: int) -> Tensor:
-        return part[between[0] * unit : between[1] * unit]
-
-    def qkv(stacked: Tensor | None) -> Tensor | None:
-        if stacked is None:
-            return None
-        widths = (heads * size, kv_heads * size, kv_heads * size)
-        q, k, v, gate = stacked.split((*widths, stacked.shape[0] - sum(widths)))
-        return torch.cat((rows(q, own, size), rows(k, own_kv, size), rows(v, own_kv, size), rows(gate, own, size)))
-
-    def gate_up(stacked: Tensor | None) -> Tensor | None:
-        return None if stacked is None else torch.cat([rows(half, inner, 1) for half in stacked.chunk(2)])
-
-    output = plain(weights.output)[:, own[0] * size : own[1] * size].contiguous()
-    if weights.recurrent is not None and config.recurrent is not None:
-        projections: Tensor | None
-        projections, output, recurrent = _recurrent_part(weights, weights.recurrent, config.recurrent, shards)
-        weights = replace(weights, recurrent=recurrent)
-    else:
-        projections = qkv(plain(weights.qkv))
-    assert projections is not None
-    if weights.router is None:
-        gates, down = gate_up(plain(weights.gate_up)), plain(weights.down)[:, inner[0] : inner[1]].contiguous()
-        assert gates is not None
-    else:
-        gates, down = plain(weights.gate_up), plain(weights.down)
-        held = shards.held_experts(gates.shape[0])
-        gates, down = _experts_part(gates, down, shards) if held is None else (gates[slice(*held)], down[slice(*held)])
-    if weights.shared_gate_up is not None and weights.shared_down is not None:
-        stacked = _experts_part(plain(weights.shared_gate_up)[None], plain(weights.shared_down)[None], shards)
-        weights = replace(weights, shared_gate_up=stacked[0][0], shared_down=stacked[1][0])
-    if weights.cache is not None and weights.cache.input_scales is not None and weights.cache.output_scales is not None:
-        q, k, v = weights.cache.input_scales.split((heads, kv_heads, kv_heads))
-        before = torch.cat((rows(q, own, 1), rows(k, own_kv, 1), rows(v, own_kv, 1)))
-        weights = replace(
-            weights,
-            cache=replace(weights.cache, input_scales=before, output_scales=rows(weights.cache.output_scales, own, 1)),
+    def targets(read: Shards) -> list[Target]:
+        found = layer_targets(
+            config,
+            "layer",
+            "layer",
+            attention_norm=weights.attention_norm is not None,
+            attention_width=plain(weights.qkv).shape[1],
+            attends=attends,
+            mlp=not mixture,
+            shards=read,
         )
-    return replace(
-        weights,
-        qkv=projections,
-        qkv_bias=qkv(weights.qkv_bias),
-        output=output,
-        output_bias=weights.output_bias if shards.attention.rank == 0 else None,
-        gate_up=gates,
-        gate_up_bias=gate_up(weights.gate_up_bias),
-        down=down,
-        down_bias=weights.down_bias if shards.mlp.rank == 0 else None,
-    )
+        if not attends:
+            found += recurrent_targets(config, "layer", "layer", (), read)
+        if mixture:
+            found += expert_targets(config, "layer", "layer", (), read)
+        return found
 
-
-def _recurrent_part(
-    weights: LayerWeights, recurrent: DeltaRuleWeights, config: RecurrentConfig, shards: Shards
-) -> tuple[Tensor, Tensor, DeltaRuleWeights]:
-    """Return this rank's part of a recurrent layer: the product of q, k, v and gates, the output, and the other weights."""
-    first, last = shards.attention.even(config.key_heads)
-    keys = slice(first * config.key_size, last * config.key_size)
-    repeats = config.value_heads // config.key_heads
-    heads = slice(first * repeats, last * repeats)
-    values = slice(heads.start * config.value_size, heads.stop * config.value_size)
-    widths = (config.key_width, config.key_width, config.value_width)
-
-    def channels(stacked: Tensor) -> list[Tensor]:
-        return [part[own] for part, own in zip(stacked.split(widths), (keys, keys, values), strict=True)]
-
-    mixed, gate, b, a = plain(weights.qkv).split((config.channels, config.value_width, *[config.value_heads] * 2))
-    own = replace(
-        recurrent,
-        convolution=torch.cat(channels(recurrent.convolution)),
-        a_log=recurrent.a_log[heads],
-        dt_bias=recurrent.dt_bias[heads],
-    )
-    return torch.cat((*channels(mixed), gate[values], b[heads], a[heads])), plain(weights.output)[:, values].contiguous(), own
-
-
-def _experts_part(gate_up: Tensor, down: Tensor, shards: Shards) -> tuple[Tensor, Tensor]:
-    """Return this rank's inner columns of stacked MLPs: (gate and up, down)."""
-    first, last = shards.mlp.even(down.shape[2])
-    gates = torch.cat([half[:, first:last] for half in gate_up.chunk(2, dim=1)], dim=1)
-    return gates, down[:, :, first:last].contiguous()
+    cut = _cut(complete, targets(Shards()), targets(shards))
+    return layer_weights(cut, "layer", shards.local(config, "the model").experts if mixture else None)
 
 
 def part_of(weights: _Weights, config: ModelConfig, shards: Shards) -> _Weights:
     """Return this rank's part of the weights of a decoder or a head with its own embedding; ``config`` describes the complete
     model.
     """
+    if shards == Shards():
+        return weights
     own: dict[str, Any] = {"layers": tuple(layer_part(layer, config, shards) for layer in weights.layers)}
     for name in ("embedding", "head"):
         table = getattr(weights, name, None)
         if table is not None:
-            own[name] = table_part(plain(table), shards)
+            rows, width = plain(table).shape
+            whole, part = (table_target(name, name, rows, width, each) for each in (Shards(), shards))
+            own |= _cut({name: plain(table)}, [whole], [part])
     return replace(weights, **own)
-
-
-PROMPTS: list[tuple[int, ...]] = [(3,), (1, 2, 3, 4, 5)]
-NEW_TOKENS = 10
 
 
 def copy_to_device(value: Any, device: torch.device) -> Any:
@@ -254,25 +212,6 @@ CHAINED: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 """Makers of proposers of hybrid models, by name: a head of multi-token prediction that is applied to its own state again, a
 draft model with recurrent layers, and the hybrid target itself, whose drafts are all accepted.
 """
-
-
-def program(name: str, **config: Any) -> Callable[[Backend], None]:
-    """Return a program that generates with one proposer, greedy and sampled, and checks the greedy tokens."""
-    config = {"max_context": 32, "max_requests": 2, "page_size": 4, "prefill_chunk": 4, "overlap": True} | config
-
-    def run(backend: Backend) -> None:
-        loading = backend.create_stream("load")
-        with backend.on(loading):
-            target = decoder(tiny.target(), backend)
-            proposer = MAKERS[name](target, backend)
-        loading.synchronize()
-        engine = Engine(target, backend, proposer=proposer, config=plain_config(dtype="float64", **config))
-        results = engine.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
-        for prompt, result in zip(PROMPTS, results, strict=True):
-            assert result.token_ids == tiny.plain(prompt, NEW_TOKENS)
-        engine.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=1.0))
-
-    return run
 
 
 QUANTISED = "eagle, quantised"

@@ -39,18 +39,6 @@ class FindingKind(StrEnum):
     COLLECTIVE_ORDER = "ranks call groups in different order"
 
 
-STALENESS = frozenset(
-    {
-        FindingKind.UNDEFINED,
-        FindingKind.STALE,
-        FindingKind.STALE_PADDING,
-        FindingKind.STALE_OUTPUT,
-        FindingKind.STALE_MIRROR,
-        FindingKind.NOT_REBOUND,
-    }
-)
-
-
 class RaceError(OutriderError):
     """Raised for a report with findings. The text is that of the report, and ``report`` is the report."""
 

@@ -13,11 +13,11 @@ from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.registry import get_backend
 from outrider.speculative.lookup import NgramProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.decode_program import WrongTokens
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
-from outrider_sanitizer.report import STALENESS
+from races.test_corpus import STALENESS
+from tiny_vision_checkpoints import write_vision_checkpoint
 
 
 @pytest.fixture(scope="module")

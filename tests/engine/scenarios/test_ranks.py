@@ -13,9 +13,9 @@ from outrider_proof.rank_engine import RankExplorer, RankSetup
 from outrider_proof.rank_exploration import simulated_hosts
 from outrider_sanitizer import FindingKind, RaceError, watch_ranks
 from outrider_sanitizer.races import RANK_RACES, decision_named
-from outrider_sanitizer.report import STALENESS
 from outrider_sim.exploration import run_once
 from outrider_sim.strategies import make_strategy
+from races.test_corpus import STALENESS
 
 REGISTRY = Registry()
 IDLE = RankSetup(tensor=1, data=2, proposer="mtp", mode="graphs", like="cuda")

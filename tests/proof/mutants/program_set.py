@@ -19,8 +19,6 @@ from outrider.device import Graph, Stream
 from outrider.device.errors import DeviceFault, OutriderError
 from outrider_proof.engine_setups import (
     MODES,
-    PERSONALITIES,
-    PROPOSERS,
     prompt_and_media,
     random_host_program,
     reference_tokens,
@@ -31,7 +29,7 @@ from proof.mutants.line_tracer import Lines, lines_run
 from proof.mutants.mutation_sites import MutationSite, apply
 from proof.mutants.options import OPTIONED, judged
 from proof.program_checks import run_once_checked
-from proof.setups import EngineSetup, engines_for, simulated_device, supports_mode
+from proof.setups import PERSONALITIES, PROPOSERS, EngineSetup, engines_for, simulated_device, supports_mode
 
 
 def modules() -> tuple[str, ...]:

@@ -366,7 +366,6 @@ _ENDS = (
     *({**_PLAIN, "batch": 2, "new": 1, "context": context, "window": 9} for context in (62, 63, 64)),  # of a window of 64
 )
 """Batches whose last token ends a page or a window, or is next to its end."""
-_INNER = among(40, 96, 264, 520)
 _CASES = (
     (
         "paged_attention",

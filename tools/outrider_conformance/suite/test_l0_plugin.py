@@ -78,7 +78,7 @@ def test_opening_it_leaves_the_process_as_it_was(kit: Kit, backend: Backend) -> 
     )
 
 
-@promise("PluginInfo.interface_min", "Oldest interface version that the plugin supports.")
+@promise("PluginInfo.interface_min")
 def test_it_supports_this_interface_version(kit: Kit) -> None:
     """The supported range of interface versions includes the installed version."""
     info = kit.info
@@ -140,7 +140,7 @@ def test_it_says_what_it_is(kit: Kit, backend: Backend) -> None:
     assert str(backend.device) in backend.label
 
 
-@promise("Backend.versions", "Return the versions that a report of a run should carry: driver, runtime, device name.")
+@promise("Backend.versions")
 def test_it_knows_its_versions(backend: Backend) -> None:
     """The versions are text by name, and include the version of torch."""
     versions = backend.versions()
@@ -166,7 +166,7 @@ def test_two_backends_share_nothing(kit: Kit, backend: Backend) -> None:
     other.synchronize()
 
 
-@promise("PluginInfo.usable", "False if the plugin knows that it can't run on this machine.")
+@promise("PluginInfo.usable")
 def test_it_runs_where_it_says_so(kit: Kit) -> None:
     """An opened backend describes itself as usable, without a reason against it."""
     info = kit.info
@@ -269,11 +269,7 @@ def test_formats_that_are_declared_exist(backend: Backend) -> None:
     assert formats <= set(QUANTIZED_FORMATS), f"no formats of the backend interface: {formats - set(QUANTIZED_FORMATS)}"
 
 
-@promise(
-    "KernelSet.cache_formats",
-    "Formats of :data:`~outrider.device.CACHE_FORMATS` in which the kernels support a cache, in addition "
-    "to the queries' dtype.",
-)
+@promise("KernelSet.cache_formats")
 def test_formats_of_a_cache_exist(backend: Backend) -> None:
     """The formats of a KV cache are a set of names of the backend interface."""
     formats = backend.kernels_in_use.cache_formats
@@ -337,7 +333,7 @@ def test_no_checked_method_is_overridden(backend: Backend) -> None:
         check_not_overridden(backend.create_flag("f"), Flag)
 
 
-@promise("CapabilityError", "An ability was asked for that the backend doesn't declare.")
+@promise("CapabilityError")
 @pytest.mark.parametrize(
     ("ability", "use"),
     [
@@ -359,9 +355,7 @@ def test_an_ability_is_there_or_refused(backend: Backend, ability: str, use: Cal
             use(backend)
 
 
-@promise(
-    "Backend.translate_error", "Return the typed error for a device exception, or None if the exception isn't the device's."
-)
+@promise("Backend.translate_error")
 def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> None:
     """Typed errors, torch's own errors and builtin exceptions of the caller pass a scope that translates errors unchanged."""
 
@@ -377,7 +371,7 @@ def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> Non
             assert found is error, f"translate_error turns {error!r} into {found!r}: return None unless the device raised it"
 
 
-@promise("Backend.is_host", "Return True if the tensor is host memory from the view of this device.")
+@promise("Backend.is_host")
 def test_host_and_device_memory_are_told_apart(backend: Backend) -> None:
     """The backend recognises device tensors, and host tensors unless the device computes in host memory."""
     stream = backend.create_stream("s")

@@ -58,7 +58,7 @@ def test_pinned_memory_is_host_memory(backend: Backend) -> None:
             assert tensor.is_contiguous(), f"a pinned buffer of shape {shape} in {dtype} isn't contiguous"
 
 
-@promise("Backend.is_pinned", "Return True if a host tensor (or a slice of one) is page-locked for this device.")
+@promise("Backend.is_pinned")
 def test_pinned_and_pageable_are_told_apart(backend: Backend) -> None:
     """A slice of pinned memory counts as pinned, and ordinary host memory does not."""
     buffer = backend.empty_pinned("buffer", (8,), torch.float32)

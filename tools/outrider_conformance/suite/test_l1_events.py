@@ -28,7 +28,7 @@ seconds.
 """
 
 
-@promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
+@promise("Stream.wait")
 @in_every_order()
 def test_a_wait_orders_two_streams(lab: Lab) -> None:
     """A stream that waits for an event reads the late write of the recording stream."""
@@ -38,7 +38,7 @@ def test_a_wait_orders_two_streams(lab: Lab) -> None:
     lab.expect_read(b, y, x, 1.0, "what the waiting stream read")
 
 
-@promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
+@promise("Stream.wait")
 @in_every_order(schedules=4)
 def test_waits_order_every_pair_of_many_streams(lab: Lab) -> None:
     """Eight streams wait for events of all eight, of which each in turn comes late, and read the late write. The host has
@@ -108,7 +108,7 @@ def test_a_later_record_holds_nobody_up(lab: Lab) -> bool:
 
 
 @needs("asynchronous", "concurrent_streams")
-@promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
+@promise("Stream.record")
 @in_some_order("a wait always held the stream until work was over that came after the record")
 def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> bool:
     """A wait does not cover work that the producer enqueued between the record and the wait."""
@@ -279,10 +279,7 @@ def test_longer_work_measures_longer(lab: Lab) -> bool:
 _ASKED = 4
 
 
-@promise(
-    "Fence.wait_host_within",
-    "Block the calling thread for at most ``seconds``; return True if the visible generation completed.",
-)
+@promise("Fence.wait_host_within")
 @in_every_order()
 def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
     """A wait with a distant limit returns True, and True with limit 0 means completion."""
@@ -297,7 +294,7 @@ def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
         expect(lab.current_values(x), turn, "what the host read after the fence")
 
 
-@promise("Fence.done", "Return True if the visible generation has completed.")
+@promise("Fence.done")
 @in_every_order()
 def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
     """Repeated queries of a fence return True only after the work has run."""
@@ -313,7 +310,7 @@ def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
         assert fence.done(), "done is False after wait_host"
 
 
-@promise("SpeculativeSync.create_fence", "Create the mechanism of the fence ``name``; called once per fence and engine.")
+@promise("SpeculativeSync.create_fence")
 @pytest.mark.parametrize("names", [("late", "early"), ("fence", "fence")], ids=["two names", "two engines"])
 @in_every_order()
 def test_two_fences_are_two(lab: Lab, names: tuple[str, str]) -> None:
@@ -414,7 +411,7 @@ def _shortest_query_s(asked: Stream | Event) -> float:
 
 
 @needs("asynchronous", "perturbs_timing")
-@promise("Event.synchronize", "Block the calling thread until the latest generation has completed.")
+@promise("Event.synchronize")
 def test_waits_have_no_time_limit(lab: Lab) -> None:
     """Work of more than a second ends before any wait for it does: waits of the host, of another stream, and for a flag.
     Queries wait for none of it.

@@ -28,7 +28,7 @@ _SECONDS = 1.0
 _ROUNDS, _WRITES = 4, 12
 
 
-@promise("Stream.query", "Return True if everything enqueued on this stream so far has run.")
+@promise("Stream.query")
 @in_every_order(schedules=2)
 def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
     """Queries after each of 520 operations that follow slow work never report pending work as complete, and agree with each
@@ -53,7 +53,7 @@ def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Event.synchronize", "Block the calling thread until the latest generation has completed.")
+@promise("Event.synchronize")
 @pytest.mark.parametrize("waited", ["event", "stream", "backend"])
 def test_none_of_hundreds_of_waits_returns_early(lab: Lab, waited: str) -> None:
     """Each of hundreds of calls of ``synchronize`` returns after the work that it covers. The kit asks after each wait."""
@@ -98,7 +98,7 @@ def test_hundreds_of_events_are_all_their_own(lab: Lab) -> None:
     expect(wrong, [], "events whose waiter read too early")
 
 
-@promise("Event.query", "Return True if the latest generation has completed.")
+@promise("Event.query")
 def test_an_old_generation_stays_over(lab: Lab) -> None:
     """A completed generation stays completed after 33,000 further records that are pending at first, or as many as a slow
     device makes in one second. No operation between them is lost.
@@ -189,7 +189,7 @@ def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype
         a.synchronize()
 
 
-@promise("Stream", "A queue of device work that runs in the order in which it was enqueued.")
+@promise("Stream")
 @pytest.mark.parametrize("family", ["order", "copies", "memory", "threads"])
 def test_random_programs(random_programs: Callable[[str], None], family: str) -> None:
     """Each value that the host reads is allowed by the model of the contract. The report shows the smallest failing

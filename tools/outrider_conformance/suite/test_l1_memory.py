@@ -46,7 +46,7 @@ def test_the_host_writes_device_memory(lab: Lab) -> None:
 
 
 @needs("memory_limit")
-@promise("Capabilities.memory_limit", "``memory_info`` reports a real limit of device memory.")
+@promise("Capabilities.memory_limit")
 def test_memory_figures_follow_allocations(lab: Lab) -> None:
     """The figure of allocated bytes rises and falls with an allocation of 16 MiB."""
     backend = lab.backend
@@ -83,7 +83,7 @@ def test_out_of_memory_is_typed_and_survived(lab: Lab) -> None:
     expect(lab.read_tensor(stream, lab.full(stream, 3, width=_MIB)), 3.0, "an allocation of 4 MiB after one that failed")
 
 
-@promise("Backend.keep_alive", "Hold references until the generation of ``until`` that is visible now has completed.")
+@promise("Backend.keep_alive")
 @in_every_order()
 def test_what_is_kept_alive_lives_until_the_event(lab: Lab) -> None:
     """A held object lives while its event is pending, and is dropped once the event has completed."""
@@ -104,7 +104,7 @@ def test_what_is_kept_alive_lives_until_the_event(lab: Lab) -> None:
     assert alive() is None, "the object is still held though its event has completed"
 
 
-@promise("Backend.release_finished", "Drop every hold whose event has completed; return how many remain.")
+@promise("Backend.release_finished")
 @in_every_order()
 def test_each_hold_has_its_own_event(lab: Lab) -> None:
     """Each of two holds is dropped with its own event: one event has completed while the other is pending."""

@@ -94,7 +94,7 @@ VERBS: Mapping[str, _Verb] = MappingProxyType(
 
 
 @needs("asynchronous")
-@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+@promise("Capabilities.asynchronous")
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_operator_does_not_block_the_host(lab: Lab, operator: str) -> None:
     """The call of an operator after slow work returns while that work runs: no operator falls back to the host."""
@@ -117,7 +117,7 @@ def test_an_operator_does_not_block_the_host(lab: Lab, operator: str) -> None:
 
 
 @needs("asynchronous")
-@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+@promise("Capabilities.asynchronous")
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_does_not_block_the_host(lab: Lab, verb: str) -> None:
     """The call of a verb that enqueues or asks returns while earlier work runs, on its stream or on another one."""
@@ -134,7 +134,7 @@ def test_a_verb_does_not_block_the_host(lab: Lab, verb: str) -> None:
 
 
 @needs("asynchronous", "flags")
-@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+@promise("Capabilities.asynchronous")
 @pytest.mark.parametrize("verb", ["Flag.set", "Flag.wait", "Flag.reset"])
 def test_a_flag_does_not_block_the_host(lab: Lab, verb: str) -> None:
     """The call of a flag's verb returns while earlier work of the stream runs."""

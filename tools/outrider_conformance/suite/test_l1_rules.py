@@ -113,9 +113,7 @@ def test_no_verb_changes_global_state(lab: Lab) -> None:
 
 
 @needs("reports_accesses")
-@promise(
-    "Capabilities.reports_accesses", "The backend itself reports each operation's memory accesses to an attached observer."
-)
+@promise("Capabilities.reports_accesses")
 def test_accesses_are_reported(backend: Backend) -> None:
     """A copy between two tensors is reported on its stream, as a read of one tensor and a write of the other."""
     stream = backend.create_stream("s")
@@ -133,7 +131,7 @@ def test_accesses_are_reported(backend: Backend) -> None:
 
 
 @needs("reports_accesses")
-@promise("Backend.locate", "Return the storage number and byte range of a tensor, as this backend reports accesses.")
+@promise("Backend.locate")
 def test_a_slice_is_located_inside_its_tensor(lab: Lab) -> None:
     """The place of a slice is its part of the place of its tensor, on the device and in pinned memory."""
     (stream,) = lab.streams("s")
@@ -219,7 +217,7 @@ def test_what_works_is_declared(lab: Lab, ability: str) -> None:
     )
 
 
-@promise("Capabilities.dtypes", "Floating dtypes in which every kernel of the backend's KernelSet works.")
+@promise("Capabilities.dtypes")
 def test_dtypes_compute(lab: Lab) -> None:
     """A tensor of each declared dtype can be made, added and read back."""
     (stream,) = lab.streams("s")

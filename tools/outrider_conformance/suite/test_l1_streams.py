@@ -81,7 +81,7 @@ def _create_streams(lab: Lab, count: int) -> list[Stream]:
     return streams
 
 
-@promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
+@promise("Backend.synchronize")
 @in_every_order(schedules=4)
 def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
     """The late write of the first, the middle or the last of 130 streams is complete when the call returns."""
@@ -122,7 +122,7 @@ def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> bool:
 
 
 @needs("asynchronous")
-@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+@promise("Capabilities.asynchronous")
 @in_some_order("every operation had run when its call returned: the device is declared asynchronous and isn't")
 def test_work_returns_before_it_has_run(lab: Lab) -> bool:
     """The call of an operation returns while the operation is pending."""
@@ -135,7 +135,7 @@ def test_work_returns_before_it_has_run(lab: Lab) -> bool:
 
 
 @needs("asynchronous", "concurrent_streams")
-@promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
+@promise("Capabilities.concurrent_streams")
 @in_some_order("the second stream never finished before the first: the streams secretly run one after the other")
 def test_streams_run_beside_each_other(lab: Lab) -> bool:
     """A short job on one stream finishes before a long job that was enqueued earlier on another stream."""
@@ -150,7 +150,7 @@ def test_streams_run_beside_each_other(lab: Lab) -> bool:
 
 
 @needs("asynchronous", "concurrent_streams")
-@promise("Backend.create_stream", "Create a stream.")
+@promise("Backend.create_stream")
 @pytest.mark.parametrize("which", [0, -1], ids=["the first", "the last"])
 def test_many_streams_are_all_their_own(lab: Lab, which: int) -> None:
     """While the first or the last of 34 streams is busy, no other is busy. A backend may refuse further streams earlier."""
@@ -335,10 +335,7 @@ def test_scopes_belong_to_their_thread(lab: Lab) -> None:
 
 
 @needs("stream_priorities")
-@promise(
-    "Capabilities.stream_priorities",
-    "``create_stream(priority=…)`` takes other values than 0; a lower number is more urgent.",
-)
+@promise("Capabilities.stream_priorities")
 @in_every_order()
 def test_priorities_change_urgency_alone(lab: Lab) -> None:
     """An urgent stream obeys waits like any other stream."""
@@ -352,7 +349,7 @@ def test_priorities_change_urgency_alone(lab: Lab) -> None:
 
 
 @needs("perturbs_timing", "asynchronous")
-@promise("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks.")
+@promise("Backend.delay")
 @in_some_order("a delayed stream is idle: delay does nothing, or blocks the host")
 def test_a_delay_keeps_the_stream_busy(lab: Lab) -> bool:
     """A delayed stream is busy when the call of the delay has returned."""
@@ -425,7 +422,7 @@ def test_a_wait_covers_the_work_of_a_thread_that_ended(lab: Lab, wait: str) -> N
         expect(lab.current_values(x), 1.0, "a late write on a stream of another thread")
 
 
-@promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
+@promise("Stream.record")
 @in_every_order(schedules=8)
 def test_a_record_covers_waits_behind_the_last_record(lab: Lab) -> None:
     """The second record of a stream covers a wait that the stream enqueued after its first record."""

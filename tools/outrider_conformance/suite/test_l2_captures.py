@@ -131,7 +131,7 @@ def test_an_exception_of_any_type_fails_the_capture(lab: Lab) -> None:
     _still_works(lab, backend)
 
 
-@promise("Graph", "Captured work, bound to the addresses of its inputs and outputs.")
+@promise("Graph")
 @pytest.mark.parametrize("made", ["here", "on another thread"])
 @in_every_order(schedules=4)
 def test_a_replay_reads_and_writes_every_buffer(lab: Lab, made: str) -> None:
@@ -196,7 +196,7 @@ def test_the_scope_around_a_capture_is_restored(lab: Lab, fails: bool) -> None:
 
 
 @needs("captures_graphs")
-@promise("Backend.check_not_capturing", "Raise :class:`StreamOrderError` when the calling thread has a capture open.")
+@promise("Backend.check_not_capturing")
 @pytest.mark.parametrize(
     "use",
     [

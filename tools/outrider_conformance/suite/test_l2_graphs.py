@@ -201,7 +201,7 @@ def test_a_replay_does_not_run_the_callable(lab: Lab) -> None:
     expect(len(calls), captured, "calls of the callable after three replays")
 
 
-@promise("CaptureContext.scalars", "Host values that the capture freezes.")
+@promise("CaptureContext.scalars")
 def test_scalars_are_frozen(lab: Lab) -> None:
     """Changes of the caller's dictionaries after the capture have no effect."""
     backend = lab.backend
@@ -220,7 +220,7 @@ def test_scalars_are_frozen(lab: Lab) -> None:
     expect(lab.read_tensor(stream, y), 8.0, "the output after the caller's dictionaries changed")
 
 
-@promise("Backend.create_graph_pool", "Create a memory pool for graphs that never run at the same time.")
+@promise("Backend.create_graph_pool")
 @in_every_order()
 def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
     """Two graphs of one pool, replayed in turn, give their own results."""
@@ -240,7 +240,7 @@ def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
     expect([lab.current_values(keep) for keep in kept], [4.0, 7.0, 10.0, 13.0], "outputs of two graphs in turn")
 
 
-@promise("GraphPool", "Memory shared by graphs that never run at the same time.")
+@promise("GraphPool")
 @in_every_order()
 def test_graphs_of_different_pools_do_not_touch(lab: Lab) -> None:
     """Two graphs of different pools and two without a pool, replayed concurrently, do not share intermediates."""
@@ -290,10 +290,7 @@ def test_a_captured_delay_is_replayed(lab: Lab) -> bool:
 
 
 @needs("captures_graphs", "forks_in_capture")
-@promise(
-    "Capabilities.forks_in_capture",
-    "The callable may place work on other streams, joined by events, and they become branches of the graph.",
-)
+@promise("Capabilities.forks_in_capture")
 @in_every_order()
 def test_a_capture_may_fork(lab: Lab) -> None:
     """Two branches and a join give the same result at every replay, and order following work."""
@@ -327,7 +324,7 @@ def test_a_capture_may_fork(lab: Lab) -> None:
 
 
 @needs("captures_graphs", "waits_inside_graphs")
-@promise("Capabilities.waits_inside_graphs", "A captured graph may wait for, or record, an event that lives outside it.")
+@promise("Capabilities.waits_inside_graphs")
 @in_every_order()
 def test_a_graph_may_wait_for_an_event_outside(lab: Lab) -> None:
     """Each replay waits for the generation that is visible when the replay is enqueued."""
@@ -382,7 +379,7 @@ def _adding(lab: Lab, stream: Stream, number: int, pool: GraphPool | None = None
     return graph
 
 
-@promise("Graph", "Captured work, bound to the addresses of its inputs and outputs.")
+@promise("Graph")
 @in_every_order(schedules=2)
 def test_dozens_of_graphs_are_all_their_own(lab: Lab) -> None:
     """Forty graphs give their own results, after every third graph has been dropped."""
@@ -409,7 +406,7 @@ def test_hundreds_of_replays_are_pending(lab: Lab) -> None:
     expect(lab.read_tensor(stream, graph.outputs["y"]), _REPLAYS, "what so many replays added")
 
 
-@promise("Graph.release", "Release the captured work; a later replay raises :class:`InterfaceError` with ``why``.")
+@promise("Graph.release")
 @pytest.mark.parametrize("together", [False, True], ids=["own pools", "one pool"])
 def test_a_released_graph_leaves_the_others_alone(lab: Lab, together: bool) -> None:
     """A released graph raises an error at a replay, can be released again, and other graphs with its name still work."""

@@ -62,7 +62,7 @@ def test_a_wait_after_the_set_passes(lab: Lab) -> None:
 
 
 @needs("flags")
-@promise("Flag.reset", "Lower the flag, in the order of ``stream``.")
+@promise("Flag.reset")
 @pytest.mark.parametrize("other_thread", ["no verb", "wait", "set", "reset"])
 @in_every_order(schedules=8)
 def test_a_reset_makes_the_next_wait_wait_again(lab: Lab, other_thread: str) -> None:
@@ -132,7 +132,7 @@ def test_each_of_several_flags_is_its_own(lab: Lab) -> None:
 
 
 @needs("flags")
-@promise("Backend.create_flag", "Create a flag, in the lowered state.")
+@promise("Backend.create_flag")
 @in_every_order(schedules=2)
 def test_a_new_flag_is_down_whatever_others_are(lab: Lab) -> None:
     """A new flag is down while 150 other flags are up, after as many raised ones were dropped, and rises at its own set."""
@@ -264,7 +264,7 @@ def _rebindable(backend: Backend) -> None:
         not_applicable("updates_graph_params isn't declared, and captured graphs can't be rebound without it")
 
 
-@promise("Graph.update_params", "Rebind host parameters for the replays enqueued after this call.")
+@promise("Graph.update_params")
 @in_every_order()
 def test_a_rebind_changes_the_next_replay(lab: Lab) -> None:
     """Each replay uses the values that were bound last."""
@@ -281,7 +281,7 @@ def test_a_rebind_changes_the_next_replay(lab: Lab) -> None:
     expect(found, [10.0, 40.0, 50.0, 50.0], "outputs with the parameter as captured, 4, 5 and 5 again")
 
 
-@promise("Graph.update_params", "Rebind host parameters for the replays enqueued after this call.")
+@promise("Graph.update_params")
 def test_each_value_of_each_parameter_is_rebound(lab: Lab) -> None:
     """A rebind changes all operations that read its parameters, and each of their values. Other parameters keep theirs."""
     _rebindable(lab.backend)
@@ -368,7 +368,7 @@ def test_a_rebind_is_refused_where_it_is_not_declared(lab: Lab) -> None:
         graph.update_params({"n": [2]}, stream=stream)
 
 
-@promise("Graph.update_params", "Rebind host parameters for the replays enqueued after this call.")
+@promise("Graph.update_params")
 def test_random_programs_with_flags_and_parameters(random_programs: Callable[[str], None]) -> None:
     """Programs use flags and host parameters as far as the backend declares them."""
     random_programs("bound")

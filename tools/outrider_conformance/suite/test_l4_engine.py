@@ -24,7 +24,7 @@ _LONG_DRAFT = 8
 _OPERATIONS = 200  # of two short requests, far fewer than there are
 
 
-@promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
+@promise("SpeculativeSync.step_modes")
 @pytest.mark.parametrize("overlap", [False, True], ids=["one at a time", "overlapped"])
 @pytest.mark.parametrize("speculate", ["none", "eagle"])
 def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, overlap: bool) -> None:
@@ -38,7 +38,7 @@ def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, 
         expect(abs(found.acceptance - same.acceptance) < 0.35, True, f"acceptance {found.acceptance}, {same.acceptance}")
 
 
-@promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
+@promise("SpeculativeSync.step_modes")
 @pytest.mark.parametrize("mode", ["graphs", "fused"])
 def test_graphs_accept_as_many_tokens_as_eager_stages(lab: Lab, mode: str) -> None:
     """The acceptance length with captured stages equals that of eager stages.
@@ -53,7 +53,7 @@ def test_graphs_accept_as_many_tokens_as_eager_stages(lab: Lab, mode: str) -> No
     expect(round(found.acceptance, 6), round(eager.acceptance, 6), f"the acceptance length in mode {mode}")
 
 
-@promise("SpeculativeSync.draft_lengths", "Draft lengths, in tokens, that verification works with on this device; None: all.")
+@promise("SpeculativeSync.draft_lengths")
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
 def test_drafts_of_each_length_are_verified_or_refused(lab: Lab, length: int) -> None:
     """A declared draft length gives the tokens of non-speculative decoding. Another is refused, and the error names those
@@ -87,7 +87,7 @@ def test_the_sanitizer_is_silent(lab: Lab) -> None:
     assert not found, f"{len(found)} findings, the first: {found[0]}"
 
 
-@promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
+@promise("Capabilities.concurrent_streams")
 def test_tokens_are_the_same_in_every_order(lab: Lab) -> None:
     """Tokens are the same in several schedules, or with random delays around every fence."""
     has = lab.backend.capabilities
@@ -134,7 +134,7 @@ _TOKENS = 12
 _BUCKETS = (1, engines.MAX_REQUESTS)  # two requests are padded, one isn't
 
 
-@promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
+@promise("SpeculativeSync.step_modes")
 @pytest.mark.parametrize("dtype", engines.DTYPES)
 @pytest.mark.parametrize("mode", engines.MODES)
 def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None:

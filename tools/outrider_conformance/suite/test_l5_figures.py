@@ -31,7 +31,7 @@ def _median_us(run: Callable[[], object], times: int = _TIMES) -> float:
     return statistics.median(spent)
 
 
-@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+@promise("Capabilities.asynchronous")
 def test_launch_cost(lab: Lab, figure: Figure) -> None:
     """Measure the host time of one small operation in an open scope, and of opening a scope."""
     backend = lab.backend
@@ -47,7 +47,7 @@ def test_launch_cost(lab: Lab, figure: Figure) -> None:
     figure("opening and leaving a scope", _median_us(scope), "µs")
 
 
-@promise("Event", "A point in a stream's order that other streams and the host can wait for, again and again.")
+@promise("Event")
 def test_event_latency(lab: Lab, figure: Figure) -> None:
     """Measure the host time of a record, a wait and a query, and the time from a record until the host knows."""
     a, b = lab.streams("a", "b")
@@ -120,7 +120,7 @@ def test_graph_launch(lab: Lab, figure: Figure) -> None:
 
 
 @needs("asynchronous", "concurrent_streams")
-@promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
+@promise("Capabilities.concurrent_streams")
 def test_overlap(lab: Lab, figure: Figure) -> None:
     """Compare two slow jobs on two streams with two on one stream: 2 is perfect overlap, 1 is none."""
     a, b = lab.streams("a", "b")
@@ -140,7 +140,7 @@ def test_overlap(lab: Lab, figure: Figure) -> None:
     figure("overlap of two streams", alone / max(concurrent, 1e-9), "of 2")
 
 
-@promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
+@promise("SpeculativeSync.step_modes")
 @pytest.mark.parametrize("speculate", ["none", "eagle"])
 def test_engine_speed(lab: Lab, figure: Figure, speculate: str) -> None:
     """Measure the bundled model with three requests of 24 tokens in wall-clock time, and its acceptance length."""

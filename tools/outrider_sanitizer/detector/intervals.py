@@ -42,11 +42,6 @@ class ByteRuns(NamedTuple):
         """The number of runs of the region."""
         return prod(count for count, _ in self.dims)
 
-    @property
-    def extent(self) -> int:
-        """The distance in bytes from the region's first byte to the end of its last run."""
-        return self.length + sum((count - 1) * stride for count, stride in self.dims)
-
     def __iter__(self) -> Iterator[int]:
         """Iterate over the start offsets of the region's runs, in bytes."""
         return self._starts(self.start, 0)

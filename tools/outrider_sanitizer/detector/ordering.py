@@ -35,11 +35,6 @@ class Ordering(StreamOrdering):
 
     # -- graphs ------------------------------------------------------------------------------------------------------
 
-    @property
-    def capturing(self) -> bool:
-        """True while the calling thread captures a graph."""
-        return self.local.capture is not None
-
     def capture_began(self, graph: Graph, stream: str) -> None:
         """Add the next operations of the calling thread to ``graph``."""
         self.local.capture = self._graphs[graph] = CapturedGraph(stream)
@@ -56,10 +51,6 @@ class Ordering(StreamOrdering):
         capture.finish()
         for storage in capture.outside():
             self._users.setdefault(storage, WeakSet()).add(capture)
-
-    def captured(self, graph: Graph) -> CapturedGraph | None:
-        """Return the captured steps of ``graph``, or None for a graph that runs eagerly."""
-        return self._graphs.get(graph)
 
     def replayed(self, graph: Graph, stream: str, generation: int) -> None:
         """Repeat the accesses of ``graph`` on ``stream``."""

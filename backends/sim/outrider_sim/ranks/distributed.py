@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 NAME = "simccl"
 
-Verb = Callable[["SimGroup", "SimStream", Tensor], None]
-
 
 class SimWork(dist.Work):
     """A collective call in flight. It references the call's tensors until the caller waits."""

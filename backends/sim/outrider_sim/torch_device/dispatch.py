@@ -325,12 +325,13 @@ class Dispatcher:
             # The whole operand is a promise that the rows are told later.
             op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
 
-    def note(self, op: Op, *accesses: Access) -> None:
-        """Attach accesses and the source line to an operation that no operator call describes, such as a copy."""
+    def enqueue(self, op: Op, stream: StreamQueue, *accesses: Access) -> None:
+        """Enqueue an operation that no operator call describes, such as a copy, with its accesses and the source line."""
         machine = self.current.machine
         if machine.tracks:
             op.accesses = accesses
             op.line = machine.local.line
+        machine.enqueue(op, stream)
 
     def _decompose(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = info.func.decompose(*args, **kwargs)

@@ -99,8 +99,7 @@ class HostOperators:
 
     def _write(self, target: SimTensor, value: Tensor, sim: SimDeviceState, stream: StreamQueue) -> None:
         op = Op(OperationKind.KERNEL, "results", target._inner.copy_, (value,), cost=sim.machine.like.kernel_us)
-        self._dispatcher.note(op, extent(target, True, "out"))
-        sim.machine.enqueue(op, stream)
+        self._dispatcher.enqueue(op, stream, extent(target, True, "out"))
 
     def _histc(self, values: SimTensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
         """Compute a histogram; unlike torch's host kernel, an accelerator's kernel also accepts integers."""
@@ -146,6 +145,5 @@ class HostOperators:
         stream = sim.machine.stream
         made = self._dispatcher.tensor_operators.empty(shape, operand.dtype)
         op = Op(OperationKind.KERNEL, name, run, (operand._inner,), {}, made._inner.copy_, cost=sim.machine.like.kernel_us)
-        self._dispatcher.note(op, extent(operand, False, argument), extent(made, True, "out"))
-        sim.machine.enqueue(op, stream)
+        self._dispatcher.enqueue(op, stream, extent(operand, False, argument), extent(made, True, "out"))
         return made

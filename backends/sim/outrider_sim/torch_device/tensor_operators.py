@@ -130,8 +130,7 @@ class TensorOperators:
         if info.random:
             run = Seeded(info, sim.next_seed(), named.pop("generator", None))
         op = Op(OperationKind.KERNEL, info.name, run, tuple(args), named, made._inner.copy_, None, sim.machine.like.kernel_us)
-        self._dispatcher.note(op, extent(made, True, "out"))
-        sim.machine.enqueue(op, stream)
+        self._dispatcher.enqueue(op, stream, extent(made, True, "out"))
         return made
 
     # -- views -----------------------------------------------------------------------------------------------------------
@@ -274,8 +273,7 @@ class TensorOperators:
         written = extent(destination, True, "self")
         if isinstance(source, PinnedTensor) and _direct(source, meta):
             op = Op(OperationKind.COPY, "copy to device", destination._inner.copy_, (alias(source),), cost=cost)
-            self._dispatcher.note(op, host_extent(source, False, "src"), written)
-            machine.enqueue(op, stream)
+            self._dispatcher.enqueue(op, stream, host_extent(source, False, "src"), written)
             sim.used_by_copy(source, stream)
         else:
             plain = source.plain(write=False) if isinstance(source, PinnedTensor) else source.detach()
@@ -288,8 +286,7 @@ class TensorOperators:
             staged = torch.empty(plain.shape, dtype=meta.dtype)
             staged.copy_(plain)  # always a copy: the caller may change or exchange its tensor's contents
             op = Op(OperationKind.COPY, "copy to device, staged", destination._inner.copy_, (staged,), cost=cost)
-            self._dispatcher.note(op, written)
-            machine.enqueue(op, stream)
+            self._dispatcher.enqueue(op, stream, written)
         if not non_blocking:
             sim.synchronize(stream, "a blocking copy to the device")
 
@@ -307,8 +304,7 @@ class TensorOperators:
         read = extent(source, False, "src")
         if isinstance(destination, PinnedTensor) and destination.is_contiguous():
             op = Op(OperationKind.COPY, "copy to host", alias(destination).copy_, (source._inner,), cost=cost)
-            self._dispatcher.note(op, read, host_extent(destination, True, "self"))
-            machine.enqueue(op, stream)
+            self._dispatcher.enqueue(op, stream, read, host_extent(destination, True, "self"))
             sim.used_by_copy(destination, stream)
             if not non_blocking:
                 sim.synchronize(stream, "a blocking copy to the host")
@@ -319,8 +315,7 @@ class TensorOperators:
             )
         staged = torch.empty(source.shape, dtype=destination.dtype)
         op = Op(OperationKind.COPY, "copy to host, staged", staged.copy_, (source._inner,), cost=cost)
-        self._dispatcher.note(op, read)
-        machine.enqueue(op, stream)
+        self._dispatcher.enqueue(op, stream, read)
         sim.synchronize(stream, "a copy to pageable host memory")
         destination.copy_(staged)
 
