@@ -75,6 +75,8 @@ def index_of(text):
 
 CUT = r"model\.safetensors: can't be read as safetensors"
 OUTSIDE = "expected a tensor file next to the index"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 137000000\n"
+POINTED = r"is a pointer of Git LFS, not .*; run 'git lfs pull' there"
 BROKEN = {
     "another tensor": (1, tensors(lambda state: state.update(surprise=torch.zeros(2))), r"not expected: 'surprise' \[2\]"),
     "an integer": (
@@ -84,6 +86,7 @@ BROKEN = {
     ),
     **{f"{keep} bytes": (1, content(lambda data, keep=keep: data[:keep]), CUT) for keep in (0, 4, 100, -1)},
     "header": (1, content(lambda data: data[:8] + b"\xff" * 32 + data[40:]), CUT),
+    "a pointer": (1, content(lambda data: POINTER), rf"model\.safetensors: {POINTED}"),
     "no files": (
         1,
         lambda directory: (directory / "model.safetensors").unlink(),

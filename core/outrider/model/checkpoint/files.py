@@ -28,6 +28,8 @@ JSON_LIMIT = 64 << 20
 EXPECTED_CHECKPOINT = "expected a checkpoint directory as Hugging Face writes it"
 """Advice of messages about missing files."""
 _MAX_JSON_DEPTH = 64  # published configs nest four deep
+_POINTER = b"version https://git-lfs."
+"""The first bytes of a file that a clone without Git LFS has in place of a large one."""
 
 
 @contextmanager
@@ -48,8 +50,18 @@ def wrap_read_errors(path: Path, content: str, advice: str = "") -> Generator[No
         # A panic in a Rust extension derives from BaseException.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        if _is_pointer(path):
+            raise CheckpointError(f"{path}: is a pointer of Git LFS, not {content}; run 'git lfs pull' there") from error
         suffix = f"; {advice}" if advice else ""
         raise CheckpointError(f"{path}: can't be read as {content}: {describe(error)}{suffix}") from error
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
 
 
 def describe(error: BaseException) -> str:
