@@ -194,10 +194,11 @@ class ExactKernels(TritonKernels, InvariantKernels):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention in chunks of positions. With few queries, programs share the chunks."""
         if not attends(q):
-            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, sinks=sinks)
         config = self._attention_tiles(q, k_cache)
         groups = -(-metadata.max_query // (config[0] // config[2])) * metadata.seq_lens.shape[0] * k_cache.shape[2]
         shares_chunks = metadata.max_kv > attention_operators.FIRST_CHUNK and groups < 2 * self.facts.processors

@@ -18,6 +18,7 @@ from outrider.device import (
     LANE_RESIDUAL,
     LANE_SAMPLE,
     AttentionMetadata,
+    ExpertBiases,
     ExpertsBlock,
     Group,
     HeadNorms,
@@ -343,6 +344,7 @@ class TritonKernels(FusedBlocks):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention over the cache's pages with an online softmax.
 
@@ -350,7 +352,7 @@ class TritonKernels(FusedBlocks):
         Prompts and decoding requests in one batch are computed by a kernel each.
         """
         if not attends(q):
-            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, sinks=sinks)
         if metadata.parts:
             parts = zip(q.split([tokens for tokens, _ in metadata.parts]), metadata.parts, strict=True)
             attend = partial(self.paged_attention, scale=scale, window=window)
@@ -376,7 +378,15 @@ class TritonKernels(FusedBlocks):
         return weights, chosen
 
     def experts(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, summed: bool = True
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        biases: ExpertBiases | None = None,
+        summed: bool = True,
     ) -> Tensor:
         """Compute the chosen experts in three kernels. Above 32 tokens, a fourth kernel first sorts the pairs of token and
         expert. The reference computes float32 and float64. Without ``summed``, a token's results [T, C, H] aren't added where
@@ -384,7 +394,7 @@ class TritonKernels(FusedBlocks):
         """
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
-            return super().experts(x, weights, chosen, gate_up, down)
+            return super().experts(x, weights, chosen, gate_up, down, biases=biases)
         samples = self.mixtures.samples(x, weights, chosen, gate_up.shape[0])
         for sample in self.tiles.scope.each(("experts", x.dtype, gate_up.shape, chosen.shape[1]), samples):
             self.mixtures.launch_experts(*sample, gate_up, down, summed=summed)
