@@ -35,10 +35,12 @@ def route(logits: Tensor, count: int, renormalize: bool, first: int, last: int) 
 
 
 def clamped_mul(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """Return the :class:`~outrider.device.ClampedActivation` [..., I] of the two halves of ``gate_up`` [..., 2 I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    """Return the :class:`~outrider.device.ClampedActivation` [..., I] of the two halves of ``gate_up`` [..., 2 I], computed
+    in float32 or wider.
+    """
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+    return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(gate_up.dtype)
 
 
 def experts(
