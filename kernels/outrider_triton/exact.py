@@ -139,9 +139,11 @@ class ExactExperts(ExpertProducts):
         shape: tuple[int, int, int],
         operators: tuple[str, str],
         storages: tuple[OperandStorage, OperandStorage],
+        *,
+        large_m: bool = False,
     ) -> tuple[int, MatmulConfig, MatmulConfig]:
         """Return the tokens of a sorted block (0: unsorted), and the tile configurations of gates and outputs."""
-        del storages  # unquantized: the base class computes others
+        del storages, large_m  # unquantized: the base class computes others
         experts, inner, hidden = shape
         block_tokens = _FEW
         if tokens > _FEW and self._tiles.any_rows:
@@ -164,6 +166,7 @@ class ExactKernels(TritonKernels, InvariantKernels):
     """
 
     row_invariant = True
+    optional_operands = KernelSet.optional_operands
     tunes = False
     tune, use_tuned = KernelSet.tune, KernelSet.use_tuned
 
@@ -205,10 +208,10 @@ class ExactKernels(TritonKernels, InvariantKernels):
         operands = q, k_cache, v_cache, metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, scale, window
         is_tree, cache = metadata.tree_mask is not None, k_cache.dtype
-        key = "exact_attention", q.dtype, q.shape[1:], cache, k_cache.shape[1:], window, is_tree
+        key = "exact_attention", q.dtype, q.shape[1:], cache, k_cache.shape[1:], window, is_tree, sinks is not None
         for shared in self.tiles.scope.each(key, (False, True)):
-            _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl)
-        return _TRITON.paged_attention.exact(*operands, *limits, shares_chunks, config, self.pdl)  # type: ignore[no-any-return]
+            _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl, sinks)
+        return _TRITON.paged_attention.exact(*operands, *limits, shares_chunks, config, self.pdl, sinks)  # type: ignore[no-any-return]
 
     def _attention_tiles(self, q: Tensor, k_cache: Tensor) -> list[int]:
         """Return rows of a tile, positions of a tile, and query heads of a key head."""

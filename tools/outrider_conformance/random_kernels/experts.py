@@ -130,15 +130,15 @@ def _experts(
     gates, outputs = gate_up.values.view(count, -1, hidden), down.values.view(count, hidden, inner)
     biases = None
     if has_biases:
-        biases = ExpertBiases(*(dice.normal(count, n, dtype=dtype) for n in (2 * inner, hidden)), CLAMPED)
+        gate_up_bias, down_bias = (dice.normal(count, rows, dtype=dtype) for rows in (2 * inner, hidden))
+        biases = ExpertBiases(gate_up_bias, down_bias, CLAMPED)
         operands |= {"gate_up bias": Operand(biases.gate_up), "down bias": Operand(biases.down)}
 
     def one(expert: int, rows: Tensor) -> bounds.Number:
         if biases is not None:
             both = bounds.product(inputs[rows], gates[expert], biases.gate_up[expert], dtype)
-            return bounds.product(
-                bounds.clamped_mul(*halves(both), *CLAMPED, dtype), outputs[expert], biases.down[expert], dtype
-            )
+            activated = bounds.clamped_mul(*halves(both), *CLAMPED, dtype)
+            return bounds.product(activated, outputs[expert], biases.down[expert], dtype)
         both = bounds.product(gate_up.operand(inputs[rows]), gates[expert], None, dtype)
         activated = bounds.silu_mul(*halves(both), dtype)
         if active is not None:
