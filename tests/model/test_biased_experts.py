@@ -53,6 +53,15 @@ def test_published_names_of_the_rope(tmp_path, backend, plain):
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_sinks_in_a_wider_dtype_than_the_model(tmp_path, plain, device):
+    """They aren't read together with the tensors in the model's dtype."""
+    path, reference = plain
+    edited(path, tmp_path, lambda tensors: {key: t if "sinks" in key else t.bfloat16() for key, t in tensors.items()})
+    sinks = load_decoder(tmp_path, backend=get_backend(device), dtype=torch.bfloat16).weights.layers[1].sinks
+    assert torch.equal(sinks.cpu(), reference.model.layers[1].self_attn.sinks)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_mxfp4_is_dequantized_exactly(backend, mxfp4, dtype):
     path, reference = mxfp4

@@ -160,7 +160,7 @@ def load_tensors(
             rows = weight[row : row + piece.read_shape[0]]
             row += rows.shape[0]
             extent = files.extent(piece.key)
-            if extent is not None and extent.dtype == stored:
+            if extent is not None and extent.dtype == stored == dtype:  # bulk reads have one dtype
                 parts.append(TensorRead(piece.key, extent.sliced(piece.shape, piece.tensor_slice), rows))
             else:
                 cast.append((piece, rows))
