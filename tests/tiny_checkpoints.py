@@ -42,6 +42,23 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 40},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "swiglu_limit": 0.5,  # so that the activation clamps
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        },
+    },
     "qwen2_moe-sliding": {
         "model_type": "qwen2_moe",
         **_EXPERTS,
@@ -121,11 +138,36 @@ def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **overrides), dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("norm.weight", ".bias")):  # ones and zeros would hide a mistake
+        if parameter_name.endswith(("norm.weight", ".bias", "proj_bias")):  # ones and zeros would hide a mistake
             torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)
     size = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
     return model.eval()
+
+
+def store_mxfp4(directory: Path, model: Any, seed: int = 3) -> None:
+    """Replace the experts of a gpt-oss checkpoint by random MXFP4 blocks and scales, and those of transformers' ``model`` of
+    it by the numbers that transformers reads in them.
+    """
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(seed)
+    stored: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = parameter.shape
+            grid = (experts, rows, columns // 32)
+            blocks = torch.randint(0, 256, (*grid, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(122, 126, grid, dtype=torch.uint8, generator=generator)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            parameter.data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    replaced = {name.removesuffix("_blocks") for name in stored}
+    modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    rewrite(
+        directory,
+        lambda state: {name: value for name, value in state.items() if name not in replaced} | stored,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": modules},
+    )
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any] | None = None, **config: Any) -> None:

@@ -116,6 +116,7 @@ class FlashInferKernels(WrappedKernels):
     """
 
     plans_on_host = True
+    optional_operands = KernelSet.optional_operands
 
     def __init__(self, inner: KernelSet, backend: Backend, *, processors: int) -> None:
         super().__init__(inner)
@@ -145,9 +146,14 @@ class FlashInferKernels(WrappedKernels):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention with FlashInfer if ``metadata`` has a plan for this shape, else with the wrapped kernels."""
+        """Compute attention with FlashInfer if ``metadata`` has a plan for this shape, else with the wrapped kernels. These
+        compute attention with sinks.
+        """
         plan = metadata.plan
+        if sinks is not None:
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, sinks=sinks)
         if isinstance(plan, AttentionPlan):
             shape = AttentionShape.from_operands(q, k_cache, scale=scale, window=window)
             if shape in plan.wrappers and q.shape[0] == plan.tokens and k_cache.dtype is q.dtype:

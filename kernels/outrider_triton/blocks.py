@@ -109,7 +109,7 @@ class DeferredAttention(Contribution):
     def attended(self) -> DeferredQuantized:
         """Compute attention now, and return its output product, which stays deferred."""
         attend = self.attend or self.kernels.paged_attention
-        out = attend(*self.operands, scale=self.block.scale, window=self.block.window)
+        out = attend(*self.operands, **self.block.attention_options)
         product = QuantizedProduct(out.reshape(out.shape[0], -1), self.output, self.block.output_bias)
         return DeferredQuantized(self.products, product)
 
@@ -263,7 +263,7 @@ class FusedBlocks(KernelSet):
         following = x.rows, block.norm, block.eps, gate_up, block.gate_up_bias
         attention, made = pending.block, None
         if pending.attend is None:
-            call = PrefillOperands(*pending.operands, attention.scale, attention.window)
+            call = PrefillOperands(*pending.operands, **attention.attention_options)
             projected = x.rows[:, :1].expand(-1, pending.output.shape[1])  # only the shape and dtype are used
             added = QuantizedProduct(projected, pending.output, attention.output_bias)
             activates, taken = isinstance(block.down, QuantizedWeight), self.attention.rows_for(call, pending.output)

@@ -139,9 +139,11 @@ class ExactExperts(ExpertProducts):
         shape: tuple[int, int, int],
         operators: tuple[str, str],
         storages: tuple[OperandStorage, OperandStorage],
+        *,
+        large_m: bool = False,
     ) -> tuple[int, MatmulConfig, MatmulConfig]:
         """Return the tokens of a sorted block (0: unsorted), and the tile configurations of gates and outputs."""
-        del storages  # unquantized: the base class computes others
+        del storages, large_m  # unquantized: the base class computes others
         experts, inner, hidden = shape
         block_tokens = _FEW
         if tokens > _FEW and self._tiles.any_rows:
@@ -164,6 +166,7 @@ class ExactKernels(TritonKernels, InvariantKernels):
     """
 
     row_invariant = True
+    optional_operands = KernelSet.optional_operands
     tunes = False
     tune, use_tuned = KernelSet.tune, KernelSet.use_tuned
 
@@ -194,20 +197,21 @@ class ExactKernels(TritonKernels, InvariantKernels):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention in chunks of positions. With few queries, programs share the chunks."""
         if not attends(q):
-            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, sinks=sinks)
         config = self._attention_tiles(q, k_cache)
         groups = -(-metadata.max_query // (config[0] // config[2])) * metadata.seq_lens.shape[0] * k_cache.shape[2]
         shares_chunks = metadata.max_kv > attention_operators.FIRST_CHUNK and groups < 2 * self.facts.processors
         operands = q, k_cache, v_cache, metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, scale, window
         is_tree, cache = metadata.tree_mask is not None, k_cache.dtype
-        key = "exact_attention", q.dtype, q.shape[1:], cache, k_cache.shape[1:], window, is_tree
+        key = "exact_attention", q.dtype, q.shape[1:], cache, k_cache.shape[1:], window, is_tree, sinks is not None
         for shared in self.tiles.scope.each(key, (False, True)):
-            _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl)
-        return _TRITON.paged_attention.exact(*operands, *limits, shares_chunks, config, self.pdl)  # type: ignore[no-any-return]
+            _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl, sinks)
+        return _TRITON.paged_attention.exact(*operands, *limits, shares_chunks, config, self.pdl, sinks)  # type: ignore[no-any-return]
 
     def _attention_tiles(self, q: Tensor, k_cache: Tensor) -> list[int]:
         """Return rows of a tile, positions of a tile, and query heads of a key head."""

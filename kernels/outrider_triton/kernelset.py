@@ -18,6 +18,7 @@ from outrider.device import (
     LANE_RESIDUAL,
     LANE_SAMPLE,
     AttentionMetadata,
+    ExpertBiases,
     ExpertsBlock,
     Group,
     HeadNorms,
@@ -82,6 +83,7 @@ class TritonKernels(FusedBlocks):
     """
 
     name = "triton"
+    optional_operands = KernelSet.optional_operands
     tunes = True
 
     def __init__(
@@ -343,6 +345,7 @@ class TritonKernels(FusedBlocks):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention over the cache's pages with an online softmax.
 
@@ -350,19 +353,19 @@ class TritonKernels(FusedBlocks):
         Prompts and decoding requests in one batch are computed by a kernel each.
         """
         if not attends(q):
-            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, sinks=sinks)
         if metadata.parts:
             parts = zip(q.split([tokens for tokens, _ in metadata.parts]), metadata.parts, strict=True)
-            attend = partial(self.paged_attention, scale=scale, window=window)
+            attend = partial(self.paged_attention, scale=scale, window=window, sinks=sinks)
             return torch.cat([attend(rows, k_cache, v_cache, each) for rows, (_, each) in parts])
-        call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
+        call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window, sinks)
         self.attention.compile_variants(call, 0)
         if self.attention.prompts.serves(q, metadata):
             if self.tiles.scope.depth:
                 self.attention.prompts.measure(call)
             return self.attention.prompts.attend(call)
         config = self.attention.config(q, k_cache, metadata)
-        return _TRITON.paged_attention.triton(*self.attention.operands(call, config))  # type: ignore[no-any-return]
+        return _TRITON.paged_attention.triton(*self.attention.operands(call, config), 0, sinks)  # type: ignore[no-any-return]
 
     def route(
         self, logits: Tensor, count: int, *, renormalize: bool, held: tuple[int, int] | None = None
@@ -376,7 +379,15 @@ class TritonKernels(FusedBlocks):
         return weights, chosen
 
     def experts(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, summed: bool = True
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        biases: ExpertBiases | None = None,
+        summed: bool = True,
     ) -> Tensor:
         """Compute the chosen experts in three kernels. Above 32 tokens, a fourth kernel first sorts the pairs of token and
         expert. The reference computes float32 and float64. Without ``summed``, a token's results [T, C, H] aren't added where
@@ -384,11 +395,12 @@ class TritonKernels(FusedBlocks):
         """
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
-            return super().experts(x, weights, chosen, gate_up, down)
+            return super().experts(x, weights, chosen, gate_up, down, biases=biases)
         samples = self.mixtures.samples(x, weights, chosen, gate_up.shape[0])
-        for sample in self.tiles.scope.each(("experts", x.dtype, gate_up.shape, chosen.shape[1]), samples):
-            self.mixtures.launch_experts(*sample, gate_up, down, summed=summed)
-        return self.mixtures.launch_experts(x, weights, chosen, gate_up, down, summed=summed)
+        key = "experts", x.dtype, gate_up.shape, chosen.shape[1], biases is not None
+        for sample in self.tiles.scope.each(key, samples):
+            self.mixtures.launch_experts(*sample, gate_up, down, biases=biases, summed=summed)
+        return self.mixtures.launch_experts(x, weights, chosen, gate_up, down, biases=biases, summed=summed)
 
     def experts_quantized(
         self,
@@ -418,7 +430,8 @@ class TritonKernels(FusedBlocks):
         """Return each token's results [T, C, H] of ``block``'s experts for ``x``, or their sums [T, H]."""
         if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
             return self.experts_quantized(x, shares, chosen, block.gate_up, block.down, summed=False)
-        return self.experts(x, shares, chosen, plain(block.gate_up), plain(block.down), summed=False)
+        stacks = plain(block.gate_up), plain(block.down)
+        return self.experts(x, shares, chosen, *stacks, **block.expert_options, summed=False)
 
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, window: Tensor | None = None

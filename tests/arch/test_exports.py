@@ -21,7 +21,8 @@ TOP = {
 INTERFACE_NAMES = """
 Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
 BackendLoadError BackendNotFound BookkeepingKernels Capabilities CapabilityError CaptureContext CaptureError
-CiDeclaration CACHE_FORMATS Collective CollectiveError ConfigError ControllableDevice DeadlockError Decision DecoderShape
+CiDeclaration CACHE_FORMATS ClampedActivation Collective CollectiveError ConfigError ControllableDevice
+DeadlockError Decision DecoderShape
 DeltaRuleWeights DeviceError DeviceFault DeviceLost DeviceStuck ENTRY_POINT_GROUP EagerGraph EngineStopped Event EventFence
 ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HeadNorms HostParam JoinedPlan KERNELS_GROUP KeepAlive
 KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
@@ -32,7 +33,8 @@ Reduction RequestInputs RequestRows RotaryArgs RowResolver INTERFACE_DATES INTER
 SamplingKernels Scalar ScheduleFailure
 InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
-hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution ExpertsBlock LayerRows MlpBlock RankBoundary
+hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution ExpertBiases ExpertsBlock LayerRows MlpBlock
+RankBoundary
 RecurrentBlock RecurrentTokens RecurrentWindow ResidualStream SeparateInput SplitWeight Weight
 """
 

@@ -131,7 +131,7 @@ class Careless(KernelSet):
             weights = logits.gather(1, chosen).softmax(-1).to(weights.dtype)
         return (weights, chosen.flip(1)) if self.fault == "ascending" else (weights, chosen)
 
-    def experts(self, x, weights, chosen, gate_up, down):
+    def experts(self, x, weights, chosen, gate_up, down, *, biases=None):
         if self.fault == "up first":
             gate_up = torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1)
         if self.fault == "one expert fewer":
@@ -142,7 +142,15 @@ class Careless(KernelSet):
             weights = torch.ones_like(weights)
         if self.fault == "first rows":
             chosen = torch.cat((chosen[:2], chosen[:1].expand(chosen.shape[0] - 2, -1)))
-        return super().experts(x, weights, chosen, gate_up, down)
+        if self.fault == "biases of the next expert":
+            biases = biases._replace(down=biases.down.roll(1, 0))
+        if self.fault == "an activation without a clamp":
+            biases = biases._replace(activation=biases.activation._replace(limit=1e9))
+        if self.fault == "up without one":
+            ones = torch.zeros_like(biases.gate_up)
+            ones[:, ones.shape[1] // 2 :] = 1
+            biases = biases._replace(gate_up=biases.gate_up - ones)
+        return super().experts(x, weights, chosen, gate_up, down, biases=biases)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +165,10 @@ class Careless(KernelSet):
         ("experts", "no weights", {"flag": 0}),
         ("experts", "first rows", {"flag": 0}),
         ("experts", "the first for no expert", {"held": 1, "flag": 0}),
+        ("experts, expert_biases", "no weights", {"flag": 0}),
+        ("experts, expert_biases", "biases of the next expert", {"flag": 0}),
+        ("experts, expert_biases", "an activation without a clamp", {"flag": 0}),
+        ("experts, expert_biases", "up without one", {"flag": 0}),
     ],
 )
 def test_wrong_experts_are_told(kernel, fault, change):
@@ -171,6 +183,32 @@ def test_a_block_that_routes_to_experts_of_other_ranks_is_told():
     check_kernels(KernelSet(), made)
     with pytest.raises(RuntimeError, match="out of bounds"):
         check_kernels(Careless("held experts keep their numbers"), made)
+
+
+class WrongSinks(KernelSet):
+    """Attention with sinks that are wrong in one way each. None: right."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def paged_attention(self, q, k_cache, v_cache, metadata, *, scale, window=0, sinks=None):
+        if self.fault == "no sinks":
+            sinks = None
+        if self.fault == "scaled sinks":
+            sinks = sinks * scale
+        if self.fault == "sinks of the next head":
+            sinks = sinks.roll(1)
+        return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, sinks=sinks)
+
+
+@pytest.mark.parametrize("fault", ["no sinks", "scaled sinks", "sinks of the next head"])
+@pytest.mark.parametrize("kernel", ["paged_attention", "attention_block"])
+def test_wrong_sinks_are_told(kernel, fault):
+    made = small(f"{kernel}, attention_sinks")
+    for right in (KernelSet(), WrongSinks(None)):
+        check_kernels(right, made)
+    with pytest.raises(AssertionError):
+        check_kernels(WrongSinks(fault), made)
 
 
 E4M3 = torch.float8_e4m3fn
@@ -297,6 +335,8 @@ def test_wrong_blocks_are_told(block, fault, more, format):
         check_kernels(WrongBlocks(fault), made)
 
 
+OPTIONAL = {"sinks": "attention_block, attention_sinks", "biases": "experts_block, expert_biases"}
+"""Problems of fields that only kernels with an optional operand take."""
 BLOCK_RECORDS = {AttentionBlock: "attention_block", MlpBlock: "mlp_block", ExpertsBlock: "experts_block"}
 BLOCK_RECORDS |= {RecurrentBlock: "recurrent_block", RecurrentTokens: "recurrent_block"}
 BLOCK_RECORDS |= {AttentionTokens: "attention_block", LayerRows: "attention_block"}
@@ -350,7 +390,7 @@ def fails_at_corners(kernels, block):
 )
 def test_a_block_that_ignores_a_field_is_told(record, field):
     """A field that is added to a record needs operands here that set it."""
-    assert fails_at_corners(IgnoresField(record, field), BLOCK_RECORDS[record])
+    assert fails_at_corners(IgnoresField(record, field), OPTIONAL.get(field, BLOCK_RECORDS[record]))
 
 
 def test_a_block_that_ignores_the_attention_that_it_gets_is_told():

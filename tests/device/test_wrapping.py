@@ -17,7 +17,7 @@ OWN = ("batch_invariant", "unused_overrides", "for_shape", "implementation", "is
 # What a subclass does otherwise counts for these: the first two are its own, of the third the result is wrapped.
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in OWN])
 def test_each_method_is_passed_on(name):
-    inner = Mock(spec=KernelSet)
+    inner = Mock(spec=KernelSet, optional_operands=KernelSet.optional_operands)
     given = [object() for _ in signature(getattr(KernelSet, name)).parameters][1:]
     assert getattr(WrappedKernels(inner), name)(*given) is getattr(inner, name).return_value
     getattr(inner, name).assert_called_once_with(*given)
@@ -127,7 +127,7 @@ def test_a_wrapper_passes_its_attention_to_the_block_of_the_kernels_inside():
         def attention_block(self, x, block, tokens, *, attend=None):
             return self.inner.attention_block(x, block, tokens, attend=attend or self.paged_attention)
 
-    inner = Mock(spec=KernelSet)
+    inner = Mock(spec=KernelSet, optional_operands=KernelSet.optional_operands)
     kernels = Attending(inner)
     made = WrappedKernels(kernels).attention_block("x", "block", "tokens")
     assert made is inner.attention_block.return_value

@@ -27,6 +27,7 @@ from outrider_proof.tiny import plain_config
 from tiny_checkpoints import (
     byte_level_tokenizer,
     sentencepiece_tokenizer,
+    store_mxfp4,
     write_checkpoint,
     write_dflash,
     write_eagle3,
@@ -61,6 +62,7 @@ KINDS: Mapping[str, Kind] = {
     "qwen2": Kind(lambda path: write_checkpoint(path, "qwen2-sliding")),
     "qwen3": Kind(lambda path: write_checkpoint(path, "qwen3-biases")),
     "yarn": Kind(lambda path: write_checkpoint(path, "llama", rope_parameters=YARN)),
+    "mxfp4": Kind(lambda path: store_mxfp4(path, write_checkpoint(path, "gpt_oss"))),
     "eagle": Kind(write_eagle, "eagle"),
     "eagle-bin": Kind(_eagle_bin, "eagle"),
     "eagle3": Kind(write_eagle3, "eagle3"),

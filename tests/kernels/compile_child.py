@@ -36,6 +36,13 @@ from outrider_triton.quantized.jit import activations, nibble_planes, nibble_pla
 from outrider_triton.quantized.jit import products as quantized
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
+
+
+def without(name, constants):
+    """The constants of a kernel that gets the operand ``name``."""
+    return {key: value for key, value in constants.items() if key != name}
+
+
 HALVES = (
     "x",
     "weight",
@@ -70,6 +77,7 @@ WIDES = (
     "residual_mass",
     "draft_probs",
     "own_temperature",
+    "sinks",
 )
 INTS = ("query_start", "kv_start", "seq_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
 TYPES = {
@@ -85,10 +93,21 @@ TYPES = {
     "tree_mask": "*u8",
 }
 PRODUCT = {"bias": None, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
-ATTENTION = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "SPLITS": 4, "BLOCK_ROWS": 16, "BLOCK_KV": 64, "BLOCK_SIZE": 128}
-EXACT = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "CHUNK": 256, "BLOCK_ROWS": 64, "BLOCK_KV": 64, "BLOCK_SIZE": 128}
+NO_SINKS = {"sinks": None}
+ATTENTION = {
+    **NO_SINKS,
+    "PAGE": 16,
+    "GROUP": 4,
+    "WINDOW": 0,
+    "SPLITS": 4,
+    "BLOCK_ROWS": 16,
+    "BLOCK_KV": 64,
+    "BLOCK_SIZE": 128,
+}
+EXACT = {**NO_SINKS, "PAGE": 16, "GROUP": 4, "WINDOW": 0, "CHUNK": 256, "BLOCK_ROWS": 64, "BLOCK_KV": 64, "BLOCK_SIZE": 128}
 EXACT_TYPES = {"tokens": "i32", "counts": "*i32"}
 PROMPT = {
+    **NO_SINKS,
     "PAGE": 16,
     "GROUP": 4,
     "WINDOW": 0,
@@ -127,9 +146,10 @@ UNNORMED = {"q_norm": None, "k_norm": None}
 SCALES = {"k": "i32", "scales": HALF, "x_scales": WIDE, "zeros": "*i8"}
 CHOSEN = {"k": "i32", "prefetched": "i32", "chosen": LONG, "order": LONG, "expert_of": LONG, "shares": WIDE}
 OF_PAIRS = dict.fromkeys(("chosen", "places", "expert_of", "blocks_used"), LONG)
-FEW = {"order": None, "expert_of": None, "SORTED": False, "PAIRS": 32, "COUNT": 8}
+FEW = {"bias": None, "order": None, "expert_of": None, "SORTED": False, "PAIRS": 32, "COUNT": 8}
 FEW |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
-MANY = {"SORTED": True, "PAIRS": 0, "COUNT": 8, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "EVEN": False}
+SWIGLU, CLAMPED = {"LIMIT": 0.0, "ALPHA": 0.0}, {"LIMIT": 7.0, "ALPHA": 1.702}
+MANY = {"bias": None, "SORTED": True, "PAIRS": 0, "COUNT": 8, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "EVEN": False}
 
 
 OF_EXPERTS = {"zeros": None, "BY_PAIR": True, "MODE": "block", "ROWS": 128, "COLUMNS": 128, "GROUP": 0}
@@ -238,11 +258,15 @@ KERNELS = [
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": False, "SETTLED": False}),
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": False, "SETTLED": True}),
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": True, "SETTLED": True}),
+    (attention.paged_attention, {"tokens": "i32"}, {**without("sinks", ATTENTION), "TREE": False, "SETTLED": True}),
+    (attention.paged_attention, {"tokens": "i32"}, {**without("sinks", ATTENTION), "TREE": True, "SETTLED": False}),
     (attention.join_splits, {"like": HALF}, {"grains": None, "SPLITS": 4, "BLOCK_SIZE": 128, "PLANES": False}),
     (attention.join_splits, {"like": HALF}, {"grains": None, "SPLITS": 8, "BLOCK_SIZE": 128, "PLANES": True}),
     (attention.join_splits, {"like": HALF, "out": "*i8", "grains": WIDE}, {"SPLITS": 8, "BLOCK_SIZE": 128, "PLANES": True}),
     (exact_attention.exact_attention, EXACT_TYPES, {**EXACT, "TREE": False, "SHARED": False}),
     (exact_attention.exact_attention, EXACT_TYPES, {**EXACT, "TREE": True, "SHARED": True}),
+    (exact_attention.exact_attention, EXACT_TYPES, {**without("sinks", EXACT), "TREE": False, "SHARED": False}),
+    (exact_attention.merge_chunks, {"counts": "*i32"}, {**NO_SINKS, "BLOCK_SIZE": 128}),
     (exact_attention.merge_chunks, {"counts": "*i32"}, {"BLOCK_SIZE": 128}),
     (prefill_attention.copy_context, {}, COPY),
     (
@@ -252,6 +276,7 @@ KERNELS = [
     ),
     (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False}),
     (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False, "WINDOW": 100, "EVEN": False}),
+    (prefill_attention.prompt_attention, {"tokens": "i32"}, {**without("sinks", PROMPT), "DESCRIPTOR": False, "WINDOW": 128}),
     (token_choice.partial_argmax, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3, **UNCHECKED}),
     (token_choice.partial_argmax, {}, {**VOCABULARY, "SAMPLING": False, "LANE": 0, "DEPTH": 0, **UNCHECKED}),
     (token_choice.partial_argmax, {}, {**VOCABULARY, "BLOCK": 2048, "SAMPLING": False, "LANE": 0, "DEPTH": 0}),
@@ -293,10 +318,14 @@ KERNELS = [
     (experts.count_pairs, {"chosen": LONG, "counts": INT}, {"BINS": 256, "BLOCK": 1024}),
     (experts.place_pairs, {**OF_PAIRS, "counts": INT}, {"BINS": 256, "BLOCK": 512, "PIECE": 32}),
     (experts.gather_pairs, OF_PAIRS, {"BLOCK": 2048}),
-    (experts.expert_gates, CHOSEN, FEW),
-    (experts.expert_gates, CHOSEN, {**MANY}),
+    (experts.expert_gates, CHOSEN, {**FEW, **SWIGLU}),
+    (experts.expert_gates, CHOSEN, {**MANY, **SWIGLU}),
+    (experts.expert_gates, {**CHOSEN, "bias": HALF}, {**without("bias", FEW), **CLAMPED}),
+    (experts.expert_gates, {**CHOSEN, "bias": HALF}, {**without("bias", MANY), **CLAMPED}),
     (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),
     (experts.expert_outputs, CHOSEN, {**MANY}),
+    (experts.expert_outputs, {**CHOSEN, "bias": HALF}, {**without("bias", FEW), "PAIRS": 0}),
+    (experts.expert_outputs, {**CHOSEN, "bias": HALF}, without("bias", MANY)),
     (experts.add_experts, {"parts": HALF, "chosen": LONG}, {"weights": None, "places": None, "BLOCK": 1024}),
     (experts.add_experts, {**OF_PAIRS, "parts": HALF, "weights": WIDE}, {"BLOCK": 1024}),
     (recurrent.short_convolution, {"window": HALF, **OF_WINDOW}, {"KERNEL": 4, "TOKENS": 4, "BLOCK_T": 4, "BLOCK_C": 128}),
@@ -380,12 +409,17 @@ IN_PLANES = [
     (nibble_planes_streamed.streamed_planes, {"grains": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 2, "HALF": 64}),
     (nibble_planes_streamed.streamed_planes, {"grains": WIDE, **NARROW}, {**FOUR_BITS, "GROUPS": 2, "TILES": 1, "HALF": 32}),
 ]
-PAGES = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "BLOCK_ROWS": 16, "BLOCK_KV": 64, "STAGES": 3}
+PAGES = {**NO_SINKS, "PAGE": 16, "GROUP": 4, "WINDOW": 0, "BLOCK_ROWS": 16, "BLOCK_KV": 64, "STAGES": 3}
 WHOLE = dict.fromkeys(("tokens", "batch", "heads"), "i32")
 PAGED = [
     (attention_streamed.paged_attention_ring, WHOLE, {**PAGES, "TREE": False, "SETTLED": False, "SPLITS": 1}),
     (attention_streamed.paged_attention_ring, WHOLE, {**PAGES, "TREE": False, "SETTLED": True, "SPLITS": 4, "WINDOW": 100}),
     (attention_streamed.paged_attention_ring, WHOLE, {**PAGES, "TREE": True, "SETTLED": True, "SPLITS": 1, "BLOCK_ROWS": 32}),
+    (
+        attention_streamed.paged_attention_ring,
+        WHOLE,
+        {**without("sinks", PAGES), "TREE": False, "SETTLED": True, "SPLITS": 4, "WINDOW": 128},
+    ),
 ]
 """For devices with a copy engine, too."""
 SOME = {"rms_norm", "linear_quantized", "streamed_linear_add"}

@@ -140,11 +140,12 @@ def test_attention(heads, kv_heads, size, page, block, stages, dtype, hopper):
             (640, 6, 129, 64, 1000, 63, 5), width, heads, kv_heads, size, page, device=hopper, dtype=dtype, tree=tree, extra=2
         )
         config = [32 if page == 64 else 16, block, split, 4, stages, 1]
+        sinks = torch.linspace(-3.0, 3.0, heads, device=hopper) if window else None
         made = torch.ops.outrider.paged_attention.triton(
-            *operands(q, keys, values, metadata, config, window=window, settled=settled)
+            *operands(q, keys, values, metadata, config, window=window, settled=settled), sinks=sinks
         )
         clean = (each.nan_to_num(0.0).double() for each in (keys, values))
-        wanted = KernelSet().paged_attention(q.double(), *clean, metadata, scale=0.1, window=window)
+        wanted = KernelSet().paged_attention(q.double(), *clean, metadata, scale=0.1, window=window, sinks=sinks)
         own = len(made) - 2
         torch.testing.assert_close(made[:own].double(), wanted[:own], rtol=2e-2, atol=2e-2)
         assert made[own:].eq(0).all(), "padding isn't zeros"

@@ -57,6 +57,16 @@ def test_a_sliding_layer_needs_a_window(tmp_path, family, said):
         read(tmp_path, raw | said)
 
 
+def test_gpt_oss(tmp_path):
+    config = read(tmp_path, PUBLISHED["gpt-oss-20b"])
+    assert config.windows == (128, 0) * 12
+    assert (config.max_context, config.head_size, config.attention_bias, config.output_bias) == (131072, 64, True, True)
+    assert config.attention_sinks
+    assert (config.experts.count, config.experts.per_token, config.experts.intermediate_size) == (32, 4, 2880)
+    assert config.experts.biases == (7.0, 1.702)
+    assert (config.rope.kind, config.rope.factor, config.rope.theta, config.rope.truncate) == ("yarn", 32.0, 150000.0, False)
+
+
 def test_qwen_25_yarn(tmp_path):
     config = read(tmp_path, PUBLISHED["qwen2.5-7b-yarn"])
     assert (config.rope.kind, config.rope.factor, config.rope.original_context) == ("yarn", 4.0, 32768)

@@ -1,6 +1,7 @@
 """Ranks that share every expert of a mixture, and ranks that divide the experts (expert parallelism)."""
 
 import pytest
+import torch
 from threads import run
 
 from model.hybrid_checkpoints import MtpOracle, greedy, random_model, save
@@ -8,6 +9,7 @@ from outrider import Engine, SamplingParams
 from outrider.disaggregation.codec import server_fit
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.requests.hand_over import check_fit
+from outrider.model import load_decoder
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_proof.tiny import plain_config
@@ -52,6 +54,25 @@ def plain():
 def test_tokens_are_those_of_one_rank(layout, divided, plain):
     assert layout.expert is divided
     assert run(layout, make, tokens) == plain
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """A checkpoint of gpt-oss, and the tokens of one rank."""
+    path = tmp_path_factory.mktemp("biased")
+    write_checkpoint(path, "gpt_oss")
+    return path, tokens(Engine(load_decoder(path, backend=tiny.BACKEND, dtype=torch.float64), tiny.BACKEND, config=CONFIG))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_biases_are_added_once_over_all_ranks(layout, biased):
+    path, wanted = biased
+
+    def create(ranks):
+        model = load_decoder(path, backend=ranks.backend, dtype=torch.float64, ranks=ranks.model)
+        return Engine(model, ranks.backend, config=CONFIG, ranks=ranks)
+
+    assert run(layout, create, tokens) == wanted
 
 
 def test_engines_of_other_ranks_continue_requests():

@@ -240,9 +240,11 @@ def _call_with_random_operands(backend: Backend, calls: KernelCalls) -> None:
     stream = backend.create_stream("drawn")
     computed = {call.kernel for call in calls.counts if call.own}
     left_out = {name for names in calls.overridden.values() for name in names} - computed
-    formats, caches = backend.capabilities.quantized_formats, backend.kernels_in_use.cache_formats
+    formats, kernels = backend.capabilities.quantized_formats, backend.kernels_in_use
     for drawn in DRAWN.values():
-        able = (drawn.format is None or drawn.format in formats) and (drawn.cache is None or drawn.cache in caches)
+        able = drawn.format is None or drawn.format in formats
+        able = able and (drawn.cache is None or drawn.cache in kernels.cache_formats)
+        able = able and (drawn.operand is None or drawn.operand in kernels.optional_operands)
         if drawn.kernel.partition(",")[0] not in left_out or not able:
             continue
         for dtype in _dtypes(backend):

@@ -228,7 +228,7 @@ def _overrides(kind: type, name: str) -> bool:
 def _counted(kind: type, calls: KernelCalls) -> type:
     """Return a subclass of ``kind`` that counts calls of overrides, and calls of base methods by :func:`_counting_base`."""
     members: dict[str, Any] = {"_counted_by": calls, "__module__": kind.__module__, "__slots__": ()}
-    members |= {"cache_formats": kind.cache_formats}  # type: ignore[attr-defined]  # of a KernelSet
+    members |= {name: getattr(kind, name) for name in ("cache_formats", "optional_operands")}
     for name in KERNELS:
         count = _counted_override if _overrides(kind, name) else _counted_default
         members[name] = count(getattr(kind, name), name)

@@ -173,7 +173,7 @@ class CompiledBlocks:
         blocks = self._both(block.qkv, block.output)
         if blocks is None or block.norm is None or block.ranks.reduces or block.gated:
             return None
-        others = (block.qkv_bias, block.output_bias, block.head_norms, block.input_scales, block.output_scales)
+        others = (block.qkv_bias, block.output_bias, block.head_norms, block.input_scales, block.output_scales, block.sinks)
         if any(each is not None for each in others) or not _is_plain(block.norm):
             return None
         functions = self._compiled()  # at load, not for the first token

@@ -57,6 +57,7 @@ class CpuKernels(KernelSet):
 
     name = "cpu"
     cache_formats = frozenset(CACHE_FORMATS)
+    optional_operands = KernelSet.optional_operands
     verify_chain, verify_checked, find_nan = _method("verify_chain"), _method("verify_checked"), _method("find_nan")
     gather_rows, scatter_rows, copy_rows = _method("gather_rows"), _method("scatter_rows"), _method("copy_rows")
     place_tokens, place_accepted = _method("place_tokens"), _method("place_accepted")
@@ -152,10 +153,11 @@ class CpuKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention over each request's cached tokens, without the unused rest of its block table."""
         operands = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
-        limits = metadata.max_query, metadata.max_kv, scale, window
+        limits = metadata.max_query, metadata.max_kv, scale, window, sinks
         return _host("paged_attention")(q, k_cache, v_cache, *operands, *limits)  # type: ignore[no-any-return]
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:

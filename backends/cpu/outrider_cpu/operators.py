@@ -47,8 +47,12 @@ def paged_attention(
     max_kv: int,
     scale: float,
     window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention over each request's cached tokens, without the unused rest of its block table."""
+    """Compute attention over each request's cached tokens, without the unused rest of its block table.
+
+    The reference computes attention with sinks, over as many cached tokens as the longest request has.
+    """
     lens: list[int] = seq_lens.tolist()
     starts: list[int] = query_start[: len(lens) + 1].tolist()
     longest = max(lens, default=0)
@@ -56,7 +60,7 @@ def paged_attention(
     parts: list[Tensor] = []
     count, numbers = starts[1] if lens else 0, k_cache.shape[2] * k_cache.shape[3]
     alike = len(lens) > 1 and 0 < count <= min(lens) and starts == list(range(0, count * len(lens) + 1, count))
-    if alike and len(groups := _groups(lens, numbers)) < len(lens):
+    if sinks is None and alike and len(groups := _groups(lens, numbers)) < len(lens):
         operands = [q[: starts[-1]].unflatten(0, (-1, count)), seq_lens, block_table]
         if tree_mask is not None:
             operands.append(tree_mask[: starts[-1], :count].reshape(-1, count, count))
@@ -71,10 +75,10 @@ def paged_attention(
             attended = _attend_together(k_cache, v_cache, lens[group[0]], scale, window, *own)
             rows.index_copy_(0, which, attended.unflatten(0, (-1, count)))
         return made
-    if not alike and len(lens) > _RAGGED and longest * numbers <= _TOGETHER:
+    if sinks is not None or (not alike and len(lens) > _RAGGED and longest * numbers <= _TOGETHER):
         whole: Tensor = torch.ops.outrider.paged_attention.default(
             *(q, k_cache, v_cache, query_start, seq_lens, block_table, tree_mask),
-            *(max_query, min(max_kv, max(1, longest)), scale, window),
+            *(max_query, min(max_kv, max(1, longest)), scale, window, sinks),
         )
         return whole
     for index, ((start, end), length) in enumerate(zip(pairwise(starts), lens, strict=True)):

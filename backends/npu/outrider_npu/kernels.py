@@ -91,6 +91,7 @@ class NpuKernels(KernelSet):
     """Kernels that use CANN for attention and rotation within its limits; :meth:`unfused` returns the exceeded limit."""
 
     name = "npu"
+    optional_operands = KernelSet.optional_operands
 
     def __init__(self, backend: NpuBackend) -> None:
         self._backend = backend
@@ -147,8 +148,9 @@ class NpuKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention with the fused operator, or with torch's reference outside the operator's limits.
+        """Compute attention with the fused operator, or with torch's reference outside the operator's limits and with sinks.
 
         The operator takes the exact lengths as a host list, read through ``Backend.reissue`` so that a graph can be
         rebound. Without host lengths the reference runs. Sequences that share pages and together list more pages than
@@ -158,11 +160,11 @@ class NpuKernels(KernelSet):
         the graph, so all attention of one capture must run on one stream.
         """
         exact = metadata.seq_lens_host
-        if exact is None or self.unfused(q, k_cache, metadata):
+        if exact is None or sinks is not None or self.unfused(q, k_cache, metadata):
             capture = self._backend.active_capture
             if exact is not None and capture is not None:
                 capture.context.handles.setdefault(exact.name, [])  # the reference reads the lengths on the device
-            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, sinks=sinks)
         tokens, heads, size = q.shape
         pages, page_size, kv_heads, _ = k_cache.shape
         batch, width, table = metadata.seq_lens.shape[0], metadata.max_query, metadata.block_table

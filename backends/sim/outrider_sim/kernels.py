@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class HostLengthKernels(KernelSet):
     """
 
     cache_formats = frozenset(CACHE_FORMATS)
+    optional_operands = KernelSet.optional_operands
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -57,20 +59,21 @@ class HostLengthKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute paged attention with the lengths in host memory if the metadata has them, else with those on the device."""
         exact = metadata.seq_lens_host
+        options: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks}
         if exact is None:
-            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+            return super().paged_attention(q, k_cache, v_cache, metadata, **options)
         lens = torch.empty_like(metadata.seq_lens)
 
         def issue(values: tuple[int, ...]) -> None:
             torch.ops.outrider_sim.write_integers(lens, values)
 
         self._backend.reissue(exact, issue)
-        return self._reference.paged_attention(
-            q, k_cache, v_cache, replace(metadata, seq_lens=lens, seq_lens_host=None), scale=scale, window=window
-        )
+        exact_metadata = replace(metadata, seq_lens=lens, seq_lens_host=None)
+        return self._reference.paged_attention(q, k_cache, v_cache, exact_metadata, **options)
 
 
 def _check_plan(planned: Tensor, seq_lens: Tensor) -> None:
@@ -125,6 +128,7 @@ class HostPlanKernels(WrappedKernels):
 
     name = "host-plans"
     plans_on_host = True
+    optional_operands = KernelSet.optional_operands
 
     def __init__(self, inner: KernelSet, backend: Backend) -> None:
         super().__init__(inner)
@@ -164,17 +168,19 @@ class HostPlanKernels(WrappedKernels):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention with the wrapped kernels, from the planned lengths and block table.
 
         Raises `InterfaceError` for a batch without a plan.
         """
         plan = metadata.plan
+        options: dict[str, Any] = {"scale": scale, "window": window} | ({} if sinks is None else {"sinks": sinks})
         shape = AttentionShape.from_operands(q, k_cache, scale=scale, window=window)
         if isinstance(plan, HostPlan) and shape in plan.shapes:
             torch.ops.outrider_sim.check_plan(plan.lens, metadata.seq_lens)
             planned = replace(metadata, seq_lens=plan.lens, block_table=plan.table)
-            return self.inner.paged_attention(q, k_cache, v_cache, planned, scale=scale, window=window)
+            return self.inner.paged_attention(q, k_cache, v_cache, planned, **options)
         if shape in metadata.shapes:
             raise InterfaceError(f"attention of {shape} was to be planned, and there is no plan for it")
-        return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        return super().paged_attention(q, k_cache, v_cache, metadata, **options)

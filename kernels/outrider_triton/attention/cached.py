@@ -87,10 +87,11 @@ class CacheAttention:
                 self.compile_variants(call, layout)
             config = self.config(call.q, call.k_cache, call.metadata)
             if config.split > 1 and not call.metadata.parts and not self.prompts.serves(call.q, call.metadata):
-                rows = _TRITON.paged_attention.triton(*self.operands(call, config), planes)
+                rows = _TRITON.paged_attention.triton(*self.operands(call, config), planes, call.sinks)
                 return TokenRows(rows, in_planes=True)
         operands = call.q, call.k_cache, call.v_cache, call.metadata
-        out = self._kernels.paged_attention(*operands, scale=call.scale, window=call.window)
+        sinks: dict[str, Any] = {} if call.sinks is None else {"sinks": call.sinks}
+        out = self._kernels.paged_attention(*operands, scale=call.scale, window=call.window, **sinks)
         return TokenRows(out.reshape(out.shape[0], -1))
 
     def operands(self, call: PrefillOperands, config: AttentionLaunch) -> tuple[Any, ...]:
@@ -111,7 +112,8 @@ class CacheAttention:
             return
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
         longest_decode = metadata.max_query if metadata.tree_mask is not None else self.prompts.longest_elsewhere(q)
-        variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, planes
+        modes = metadata.tree_mask is not None, metadata.settled, call.sinks is not None
+        variant = metadata.max_query, *modes, call.window, planes
         key = "attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._tiles.layer
         configs = self._tiles.scope.attention_configs(
             (_heads(q, k_cache), self._tiles.layer),
@@ -121,7 +123,7 @@ class CacheAttention:
         )
         for tiling in self._tiles.scope.each(key, configs):
             if tiling.split > 1 or not planes:
-                _TRITON.paged_attention.triton(*self.operands(call, tiling), planes)
+                _TRITON.paged_attention.triton(*self.operands(call, tiling), planes, call.sinks)
 
 
 def _planes(call: PrefillOperands, product_plan: ProductPlan, config: MatmulConfig | None) -> int:

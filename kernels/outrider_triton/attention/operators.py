@@ -59,6 +59,7 @@ def _paged_attention(
     config: list[int],
     pdl: bool,
     planes: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention [T, Hq, D]. ``planes``: the layout (:func:`outrider_triton.quantized.nibble_planes.allocate_rows`) in
     which rows [T, Hq D] of split attention are returned instead.
@@ -80,7 +81,7 @@ def _paged_attention(
         stats = torch.empty((tokens, heads, split, 2), dtype=torch.float32, device=q.device)
     mask = out if tree_mask is None else tree_mask.view(torch.uint8)
     grid = triton.cdiv(max_query, block_rows // group), batch * kv_heads, split
-    addressing = query_start, seq_lens, block_table, mask, out, parts, stats
+    addressing = query_start, seq_lens, block_table, mask, out, parts, stats, sinks
     sizes = 0 if planes else tokens, batch, heads, scale, size  # padding tokens up to the first get zeros
     strides = q.stride(0), q.stride(1), block_table.stride(0), mask.stride(0)
     constants = {"PAGE": page, "GROUP": group, "WINDOW": window, "TREE": tree_mask is not None, "SETTLED": settled}
@@ -190,6 +191,7 @@ def _prompt_attention(
     window: int,
     config: list[int],
     pdl: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     block_rows, block_kv, warps, stages = config
     tokens, heads, size = q.shape
@@ -209,7 +211,7 @@ def _prompt_attention(
     launch(
         prefill.prompt_attention,
         (blocks * (heads // kv_heads), kv_heads),
-        *(q, *sources, query_start, seq_lens, block_table, query_start if kv_start is None else kv_start, out),
+        *(q, *sources, query_start, seq_lens, block_table, query_start if kv_start is None else kv_start, out, sinks),
         *(tokens, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
         *((0, 0) if copied else (keys.stride(1), keys.stride(2))),
         PAGE=1 if copied else keys.shape[1],
@@ -271,6 +273,7 @@ def _exact_attention(
     shared: bool,
     config: list[int],
     pdl: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     rows, block_kv, group = config
     (tokens, heads, size), batch = q.shape, seq_lens.shape[0]
@@ -290,7 +293,7 @@ def _exact_attention(
     launch(
         exact.exact_attention,
         (triton.cdiv(max_query, rows // group), batch * k_cache.shape[2], chunks),
-        *(q, k_cache, v_cache, query_start, seq_lens, block_table, mask, out, parts, stats, counts),
+        *(q, k_cache, v_cache, query_start, seq_lens, block_table, mask, out, parts, stats, counts, sinks),
         *(tokens, batch, heads, scale, size, chunks, q.stride(0), q.stride(1), block_table.stride(0), mask.stride(0)),
         *(k_cache.stride(1), k_cache.stride(2)),
         PAGE=k_cache.shape[1],
@@ -307,7 +310,7 @@ def _exact_attention(
         warps=4,
     )
     if shared:
-        operands = parts, stats, counts, query_start, out, batch, heads, chunks, size
+        operands = parts, stats, counts, query_start, out, sinks, batch, heads, chunks, size
         launch(exact.merge_chunks, (tokens, heads), *operands, BLOCK_SIZE=block_size, pdl=pdl, warps=1)
     return out
 

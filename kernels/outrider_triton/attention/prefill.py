@@ -47,7 +47,7 @@ _CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (
 
 @dataclass(frozen=True, slots=True)
 class PrefillOperands:
-    """The operands of one call of attention: queries [T, Hq, D], caches, metadata, scale and window."""
+    """The operands of one call of attention: queries [T, Hq, D], caches, metadata, scale, window, and sinks [Hq] or None."""
 
     q: Tensor
     k_cache: Tensor
@@ -55,6 +55,7 @@ class PrefillOperands:
     metadata: AttentionMetadata
     scale: float
     window: int
+    sinks: Tensor | None = None
 
     def copied(self, width: int, pdl: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Copy the keys and values of the context to contiguous memory with heads of ``width`` elements. Return keys, values,
@@ -284,7 +285,7 @@ class PromptAttention:
         generation = facts.capability // 10
         if facts.descriptors:
             found["copy"] = self._by_copy
-        if generation >= 8 and prompts.window == 0 and size % 8 == 0:
+        if prompts.sinks is None and generation >= 8 and prompts.window == 0 and size % 8 == 0:
             # FlashAttention 3 has no kernels for later devices, and terminates the process there.
             flash3_supported = generation in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
             if flash3_supported and _has_flash3():
@@ -317,6 +318,7 @@ class PromptAttention:
             prompts.window,
             shape,
             self._facts.pdl,
+            prompts.sinks,
         )
 
     def _by_pages(self, prompts: PrefillOperands) -> Tensor:
@@ -418,8 +420,8 @@ def _are_long_prompts(metadata: AttentionMetadata, *, has_context: bool) -> bool
 
 
 def _key(prompts: PrefillOperands) -> tuple[object, ...]:
-    q = prompts.q
-    return q.dtype, prompts.k_cache.dtype, *q.shape[1:], *prompts.k_cache.shape[1:], prompts.window
+    q, sinks = prompts.q, () if prompts.sinks is None else ("sinks",)
+    return q.dtype, prompts.k_cache.dtype, *q.shape[1:], *prompts.k_cache.shape[1:], prompts.window, *sinks
 
 
 def _zero_padding(out: Tensor, metadata: AttentionMetadata) -> Tensor:

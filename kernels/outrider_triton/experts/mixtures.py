@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import QuantizedWeight
+from outrider.device import ExpertBiases, QuantizedWeight
 from outrider_triton.experts.operators import compared_pairs  # the module registers the operators
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.plan import ProductPlan
@@ -101,10 +101,15 @@ class ExpertProducts:
         largest = (int((sqrt(size + 2.25) - 1.5) ** 2 * experts / count) for size in BUCKETS)
         return *unsorted, *(max(_MAX_UNSORTED_TOKENS + 1, tokens) for tokens in largest)
 
-    def experts_config(self, tokens: int, chosen: int, gate_up: Tensor) -> tuple[int, MatmulConfig, MatmulConfig]:
-        """Return the tokens of a sorted block (0: unsorted), and the tile configurations of gates and outputs."""
+    def experts_config(
+        self, tokens: int, chosen: int, gate_up: Tensor, *, large_m: bool = True
+    ) -> tuple[int, MatmulConfig, MatmulConfig]:
+        """Return the tokens of a sorted block (0: unsorted), and the tile configurations of gates and outputs. Without
+        ``large_m``, they are none of tiles for large M.
+        """
         shape = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-        return self._configs(tokens, chosen, shape, ("linear_silu_mul", "linear"), (UNQUANTIZED, UNQUANTIZED))
+        operators, storages = ("linear_silu_mul", "linear"), (UNQUANTIZED, UNQUANTIZED)
+        return self._configs(tokens, chosen, shape, operators, storages, large_m=large_m)
 
     def _configs(
         self,
@@ -113,13 +118,15 @@ class ExpertProducts:
         shape: tuple[int, int, int],
         operators: tuple[str, str],
         storages: tuple[OperandStorage, OperandStorage],
+        *,
+        large_m: bool = False,
     ) -> tuple[int, MatmulConfig, MatmulConfig]:
         """Return the result of :meth:`experts_config` for weights of ``shape`` (experts, inner size, hidden size)."""
         experts, inner, hidden = shape
         unsorted = tokens <= _MAX_UNSORTED_TOKENS
         block_tokens = power_of_two(tokens) if unsorted else sorted_block_tokens(tokens, chosen, experts)
-        key = unsorted, block_tokens, chosen, *shape, *operators, *storages
-        if key not in self._derived and not unsorted and storages == (UNQUANTIZED, UNQUANTIZED):
+        key = unsorted, block_tokens, chosen, *shape, *operators, *storages, large_m
+        if key not in self._derived and not unsorted and large_m:
             gates_large, outputs_large = (large_m_experts_config(self._facts, block_tokens, k=k) for k in (hidden, inner))
             if gates_large and outputs_large:
                 self._derived[key] = gates_large.block_m, gates_large, outputs_large
@@ -143,16 +150,25 @@ class ExpertProducts:
         return next(tall, whole[0])
 
     def launch_experts(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, summed: bool = True
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        biases: ExpertBiases | None = None,
+        summed: bool = True,
     ) -> Tensor:
         """Return the experts' outputs [T, H] for ``x`` [T, H], with unquantized weights [E, 2 I, H] and [E, H, I]. Without
-        ``summed``, return each token's outputs [T, C, H], except from tiles for large M.
+        ``summed``, return each token's outputs [T, C, H], except from tiles for large M, which take no ``biases``.
         """
-        size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
+        size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up, large_m=biases is None)
         if gates.descriptor == LARGE_M:
             return _TRITON.experts.triton_large_m(  # type: ignore[no-any-return]
                 *(x, weights, chosen, gate_up, down, self._facts.processors, gates.as_list(), outputs.as_list(), self._pdl)
             )
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            *(x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self._pdl, summed)
+            *(x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self._pdl, summed),
+            *(() if biases is None else (biases.gate_up, biases.down, *biases.activation)),
         )

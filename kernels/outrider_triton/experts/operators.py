@@ -263,6 +263,10 @@ def _experts(
     outputs: list[int],
     pdl: bool,
     summed: bool = True,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
+    alpha: float = 0.0,
 ) -> Tensor:
     """Compute the experts' outputs. ``size`` 0: few tokens, one block of all tokens per expert; else pairs are sorted into
     blocks of ``size``. ``gates`` and ``outputs`` are the tile configurations. Without ``summed``, return the rows [T, C, H]
@@ -279,17 +283,20 @@ def _experts(
     prefetched = min(experts, _PREFETCHED_BYTES // (4 * inner * jit.PREFETCHED_COLUMNS.value)) if is_likely else 0
     activations = x.new_empty((pairs, inner))
     parts = x.new_empty((pairs, hidden))
+    first = x, chosen, order, expert_of, gate_up, gate_up_bias, activations
+    second = activations, weights, chosen, order, expert_of, down, down_bias, parts
     for kernel, config, operands, n, k in (
-        (jit.expert_gates, gates, (x, chosen, order, expert_of, gate_up, activations), inner, hidden),
-        (jit.expert_outputs, outputs, (activations, weights, chosen, order, expert_of, down, parts), hidden, inner),
+        (jit.expert_gates, gates, first, inner, hidden),
+        (jit.expert_outputs, outputs, second, hidden, inner),
     ):
         tiling = MatmulConfig(*config)
         strides = (x.stride(0), prefetched) if kernel is jit.expert_gates else ()
+        activation = {"LIMIT": limit, "ALPHA": alpha} if kernel is jit.expert_gates else {}
         launch(
             kernel,
             (triton.cdiv(n, tiling.block_n), blocks),
             *(*operands, m, count, n, k, *strides),
-            **(tiling.launch_constants(k) | constants),
+            **(tiling.launch_constants(k) | constants | activation),
             pdl=pdl,
         )
     return sum_expert_rows(parts, chosen, x, pdl) if summed else parts.view(m, count, hidden)

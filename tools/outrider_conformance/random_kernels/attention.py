@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ _PAGES = (4, 16, 32, 128)
 Mapped = Mapping[str, Tensor]
 UNBOUNDED = float("inf")
 _SHORT = 300
+_SINKS = 3.0
+"""Magnitude of random sinks: the largest takes most of the weight of a short context."""
 _SHARP = 24.0
 """Factor of queries by which the exponentials of scores overflow."""
 _SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
@@ -74,11 +77,15 @@ class SequenceOperands(NamedTuple):
     keys: Tensor
     values: Tensor
     tree: Tensor | None
+    sinks: Tensor | None = None
+    """[Hq]: logits of one more column of each head's softmax, or None."""
 
 
-def _attention(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
-    """Return a problem of random queries over a cache in the format ``cache``. Slots of the cache that no sequence uses hold
-    NaN. Rows of padding follow the rows of all sequences.
+def _attention(
+    shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None, *, has_sinks: bool = False
+) -> Problem:
+    """Return a problem of random queries over a cache in the format ``cache``, with sinks if ``has_sinks``. Slots of the
+    cache that no sequence uses hold NaN. Rows of padding follow the rows of all sequences.
     """
     heads, kv_heads, size, page = _cache_sizes(shape)
     new, before = _lengths(shape, dice)
@@ -118,6 +125,9 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str 
     }
     if mask is not None:
         operands["tree_mask"] = Operand(mask)
+    sinks = dice.normal(heads, dtype=torch.promote_types(dtype, torch.float32), scale=_SINKS) if has_sinks else None
+    if sinks is not None:
+        operands["sinks"] = Operand(sinks)
     most = mask.shape[1] if mask is not None else max(new)
     longest = max(n + c for n, c in zip(new, before, strict=True)) + shape["padding"]
 
@@ -129,12 +139,13 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str 
     scale = size**-0.5 * (1.0 + shape["ragged"])
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata(o), scale=scale, window=window)}
+        options: dict[str, Any] = {"scale": scale, "window": window} | ({"sinks": o["sinks"]} if has_sinks else {})
+        return {"out": kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata(o), **options)}
 
     parts, first = [], 0
     for (keys, values), count in zip(kept, new, strict=True):
         own = None if mask is None else mask[first : first + count, :count]
-        sequence = SequenceOperands(q[first : first + count].double(), keys.double(), values.double(), own)
+        sequence = SequenceOperands(q[first : first + count].double(), keys.double(), values.double(), own, sinks)
         parts.append(attend(sequence, window, scale, dtype))
         first += count
     return Problem(operands, call, {"out": with_padding(parts, padding)})
@@ -197,10 +208,13 @@ def _weights(sequence: SequenceOperands, window: int, scale: float, dtype: torch
     unit = bounds.wide(dtype)
     loss = (queries.abs() @ k.abs().transpose(1, 2)) * abs(scale)
     slack = (bounds.growth(size, unit) + bounds.UNIT[dtype]) * loss + 4 * unit * scores.abs() + 8 * unit
-    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
-    worst = slack.masked_fill(~visible, 0.0)
+    scores, worst = scores.masked_fill(~visible, -torch.inf), slack.masked_fill(~visible, 0.0)
+    if sequence.sinks is not None:
+        column = sequence.sinks.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)
+        scores, worst = torch.cat((scores, column), -1), torch.cat((worst, 4 * unit * column.abs() + 8 * unit), -1)
+    weights = torch.softmax(scores, dim=-1)
     mean = (weights * worst).sum(-1, keepdim=True)  # what the sum of all weights is off
-    return weights, torch.expm1(worst + mean) + bounds.UNIT[dtype]
+    return weights[..., :total], torch.expm1(worst[..., :total] + mean) + bounds.UNIT[dtype]
 
 
 def _as_stored(x: Tensor, cache: str | None) -> Tensor:
@@ -404,4 +418,8 @@ _CASES = (
         ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
     ),
 )
-ATTENTION = tuple(problems for case in _CASES for problems in in_formats(*case, caches=(None, *CACHE_FORMATS)))
+_IN_FORMATS = tuple(problems for case in _CASES for problems in in_formats(*case, caches=(None, *CACHE_FORMATS)))
+ATTENTION = (
+    *_IN_FORMATS,
+    _IN_FORMATS[0].with_operand("attention_sinks", partial(_attention, has_sinks=True)),
+)

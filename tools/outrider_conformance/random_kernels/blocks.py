@@ -27,6 +27,7 @@ from outrider.device import (
     AttentionTokens,
     BlockKernels,
     DeltaRuleWeights,
+    ExpertBiases,
     ExpertsBlock,
     HeadNorms,
     KernelSet,
@@ -44,6 +45,7 @@ from outrider.device import (
 )
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS
+from outrider_conformance.random_kernels.experts import CLAMPED
 from outrider_conformance.random_kernels.problem import (
     KernelProblems,
     Operand,
@@ -192,9 +194,11 @@ def _mlp_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str
     return operands.problem(call, ("residual",))
 
 
-def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
+def _experts_block(
+    shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None, *, has_biases: bool = False
+) -> Problem:
     """Return a problem that routes each token to all experts, so that no rounding decides the route. ``held``: another rank
-    holds half of them.
+    holds half of them. ``has_biases``: the experts have biases, and none is shared.
     """
     operands, hidden, inner = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], shape["inner"]
     operands.residual(shape["tokens"], hidden)
@@ -203,6 +207,11 @@ def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format:
     operands.vector("norm", hidden)
     count = _EXPERTS * (1 + shape["held"])
     operands.made["router"] = Operand(dice.factors(count, hidden, dtype=dtype, scale=hidden**-0.5))
+    if shape["bias"]:
+        operands.vector("router bias", count)
+    if has_biases:
+        for name, size in (("gate_up bias", 2 * inner), ("down bias", hidden)):
+            operands.made[name] = Operand(dice.normal(_EXPERTS, size, dtype=dtype))
     operands.made["shared_gate"] = Operand(dice.factors(1, hidden, dtype=dtype, scale=hidden**-0.5))
     shared, following = _mlp(operands, "shared", hidden), _mlp(operands, "following", hidden)
 
@@ -214,13 +223,15 @@ def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format:
             norm=o["norm"],
             eps=EPS,
             router=o["router"],
+            router_bias=o.get("router bias"),
             per_token=count,
             renormalize=bool(shape["bias"]),
             held=(1, 1 + _EXPERTS) if shape["held"] else None,
             gate_up=gates,
             down=outputs,
-            shared=shared(o),
-            shared_gate=o["shared_gate"],
+            biases=ExpertBiases(o["gate_up bias"], o["down bias"], CLAMPED) if has_biases else None,
+            shared=None if has_biases else shared(o),
+            shared_gate=None if has_biases else o["shared_gate"],
             ranks=operands.ranks,
         )
 
@@ -268,7 +279,9 @@ def _doubled_attention(kernels: KernelSet, *operands: Any, **named: Any) -> Tens
     return kernels.paged_attention(*operands, **named) * 2
 
 
-def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) -> Callable[[Mapped], AttentionBlock]:
+def _attention(
+    operands: _ProblemOperands, name: str, hidden: int, size: int, *, has_sinks: bool
+) -> Callable[[Mapped], AttentionBlock]:
     shape, attention = operands.shape, _HEADS * size
     rows = (1 + shape["gated"]) * attention + 2 * _KV_HEADS * size
     qkv = operands.rows_of_two_formats(f"{name} qkv", rows, hidden)
@@ -280,6 +293,9 @@ def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) ->
     if shape["head_norms"]:
         operands.vector(f"{name} q_norm", size)
         operands.vector(f"{name} k_norm", size)
+    if has_sinks:
+        wide = torch.promote_types(operands.dtype, torch.float32)
+        operands.made[f"{name} sinks"] = Operand(operands.dice.normal(_HEADS, dtype=wide, scale=3.0))
     if shape["head_scales"]:
         for side, count in (("input", _HEADS + 2 * _KV_HEADS), ("output", _HEADS)):
             scales = operands.dice.positive(count, 1, dtype=operands.dtype, scale=2.0)
@@ -293,6 +309,7 @@ def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) ->
         output_bias=o.get(f"{name} output bias"),
         scale=0.7 * size**-0.5,
         window=shape["window"],
+        sinks=o.get(f"{name} sinks"),
         head_norms=HeadNorms(o[f"{name} q_norm"], o[f"{name} k_norm"], EPS) if shape["head_norms"] else None,
         gated=bool(shape["gated"]),
         input_scales=o.get(f"{name} factors of input"),
@@ -302,16 +319,22 @@ def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) ->
 
 
 def _attention_block(
-    shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None, cache: str | None = None
+    shape: Shape,
+    dtype: torch.dtype,
+    dice: RandomValues,
+    format: str | None = None,
+    cache: str | None = None,
+    *,
+    has_sinks: bool = False,
 ) -> Problem:
-    """Return a problem of attention, MLP, and attention of each sequence's last token."""
+    """Return a problem of attention, MLP, and attention of each sequence's last token; with sinks if ``has_sinks``."""
     operands, hidden, size = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], _HEAD_SIZES[shape["size"]]
     batch, new, page = shape["batch"], shape["new"], 16
     operands.residual(batch * new, hidden)
     _sequences(operands, page, size, cache)
     if shape["head_scales"]:
         operands.made["query scales"] = Operand(dice.positive(batch * new, 1, 1, dtype=dtype, scale=2.0))
-    attentions = [_attention(operands, name, hidden, size) for name in ("first", "second")]
+    attentions = [_attention(operands, name, hidden, size, has_sinks=has_sinks) for name in ("first", "second")]
     mlp = _mlp(operands, "mlp", hidden)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
@@ -437,17 +460,21 @@ def _without_key(name: str, corners: tuple[Shape, ...]) -> tuple[Shape, ...]:
 
 
 _FORMATS = (None, *QUANTIZED_FORMATS)
+_ATTENTION_BLOCKS = in_formats(
+    "attention_block",
+    _attention_block,
+    _ATTENTION,
+    _without_key("tokens", _ATTENTIONS),
+    weights=_FORMATS,
+    caches=(None, *CACHE_FORMATS),
+)
+_EXPERTS_BLOCKS = in_formats("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, weights=_FORMATS)
 BLOCKS = (
-    *in_formats(
-        "attention_block",
-        _attention_block,
-        _ATTENTION,
-        _without_key("tokens", _ATTENTIONS),
-        weights=_FORMATS,
-        caches=(None, *CACHE_FORMATS),
-    ),
+    *_ATTENTION_BLOCKS,
+    _ATTENTION_BLOCKS[0].with_operand("attention_sinks", partial(_attention_block, has_sinks=True)),
     *in_formats("mlp_block", _mlp_block, _MLP, _MLPS, weights=_FORMATS),
-    *in_formats("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, weights=_FORMATS),
+    *_EXPERTS_BLOCKS,
+    _EXPERTS_BLOCKS[0].with_operand("expert_biases", partial(_experts_block, has_biases=True)),
     KernelProblems("recurrent_block", _recurrent_block, _RECURRENT, _RECURRENTS),
 )
 """The problems of blocks, for each format of weights and caches."""

@@ -100,6 +100,20 @@ def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
     return rounded(Number(active.value * up.value, error), dtype)
 
 
+def clamped_mul(gate: Number, up: Number, limit: float, alpha: float, dtype: torch.dtype) -> Number:
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped operands; see ``ClampedActivation``. A clamp adds no
+    error, and the slope of the gate's function stays below 1.1 as in :func:`silu_mul`.
+    """
+    clamped, added = gate.value.clamp(max=limit), up.value.clamp(-limit, limit) + 1
+    value = clamped * torch.sigmoid(alpha * clamped)
+    relative = _BASE_CHANGE * wide(dtype) * (alpha * clamped.abs()).clamp(max=_EXPONENT)
+    active = Number(value, 1.1 * gate.error + relative * value.abs() + _OVERFLOWN * clamped.abs())
+    active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
+    plus_one = rounded(Number(added, up.error), dtype)
+    error = active.error * (plus_one.value.abs() + plus_one.error) + active.value.abs() * plus_one.error
+    return rounded(Number(active.value * plus_one.value, error), dtype)
+
+
 def sigmoid_mul(x: Number, gate: Number, dtype: torch.dtype) -> Number:
     """Return ``x * sigmoid(gate)`` with sigmoid and product rounded; see :func:`silu_mul`."""
     value = torch.sigmoid(gate.value)

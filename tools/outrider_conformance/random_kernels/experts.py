@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
+from outrider.device import QUANTIZED_FORMATS, ClampedActivation, ExpertBiases, KernelSet, QuantizedWeight
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import Mapped, halves
 from outrider_conformance.random_kernels.problem import (
@@ -26,6 +27,8 @@ from outrider_conformance.random_kernels.quantized import activations_of, random
 
 _DOWN_STEP = 2.0**-13
 """Scale of the quantised inputs of the experts' second products."""
+CLAMPED = ClampedActivation(3.0, 1.702)
+"""The activation of experts with biases; many of the random gates exceed its limit."""
 _MIN_LOGIT_GAP = 0.25
 """Minimum gap between the router logits of a token, so that only one choice of experts is right."""
 _EXPERTS = among(1, 2, 5, 8, 60, 128)
@@ -100,8 +103,10 @@ def weighted_sum(
     return bounds.rounded(bounds.Number(value, error + chosen.shape[1] * bounds.UNIT[dtype] * magnitude), dtype)
 
 
-def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
-    """Return a problem with the stacked weights of all experts."""
+def _experts(
+    shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None, *, has_biases: bool = False
+) -> Problem:
+    """Return a problem with the stacked weights of all experts, with biases and their activation if ``has_biases``."""
     tokens, count, inner, hidden = shape["tokens"], shape["experts"], shape["outer"], shape["inner"]
     k = min(shape["chosen"], count)
     active = activations_of(QUANTIZED_FORMATS[format]) if format is not None and shape["active"] else None
@@ -123,8 +128,17 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str |
     operands = {**own, "weights": Operand(weights), "chosen": Operand(chosen)}
     operands |= {**gate_up.operands, **down.operands}
     gates, outputs = gate_up.values.view(count, -1, hidden), down.values.view(count, hidden, inner)
+    biases = None
+    if has_biases:
+        gate_up_bias, down_bias = (dice.normal(count, rows, dtype=dtype) for rows in (2 * inner, hidden))
+        biases = ExpertBiases(gate_up_bias, down_bias, CLAMPED)
+        operands |= {"gate_up bias": Operand(biases.gate_up), "down bias": Operand(biases.down)}
 
     def one(expert: int, rows: Tensor) -> bounds.Number:
+        if biases is not None:
+            both = bounds.product(inputs[rows], gates[expert], biases.gate_up[expert], dtype)
+            activated = bounds.clamped_mul(*halves(both), *CLAMPED, dtype)
+            return bounds.product(activated, outputs[expert], biases.down[expert], dtype)
         both = bounds.product(gate_up.operand(inputs[rows]), gates[expert], None, dtype)
         activated = bounds.silu_mul(*halves(both), dtype)
         if active is not None:
@@ -137,7 +151,8 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str |
         second = down.weight(o, **scales, input_scale=o.get("down_scale"))
         if isinstance(first, Tensor) and isinstance(second, Tensor):
             first, second = first.view(count, -1, hidden), second.view(count, hidden, inner)
-            return {"out": kernels.experts(o["x"], o["weights"], o["chosen"], first, second)}
+            options = {"biases": ExpertBiases(o["gate_up bias"], o["down bias"], CLAMPED)} if has_biases else {}
+            return {"out": kernels.experts(o["x"], o["weights"], o["chosen"], first, second, **options)}
         assert isinstance(first, QuantizedWeight)
         assert isinstance(second, QuantizedWeight)
         return {"out": kernels.experts_quantized(o["x"], o["weights"], o["chosen"], first, second)}
@@ -166,6 +181,7 @@ _EXPERTS_CORNERS = (
     {"tokens": 257, "experts": 8, "chosen": 2, "inner": 520, "outer": 136, "flag": 1, "held": 0},
     {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0, "held": 0},
 )
+_PLAIN_EXPERTS = KernelProblems("experts", _experts, _EXPERTS_SHAPE, _EXPERTS_CORNERS)
 EXPERTS = (
     KernelProblems(
         "route",
@@ -178,7 +194,8 @@ EXPERTS = (
             {"tokens": 1, "experts": 1, "chosen": 1, "flag": 1, "held": 0},
         ],
     ),
-    KernelProblems("experts", _experts, _EXPERTS_SHAPE, _EXPERTS_CORNERS),
+    _PLAIN_EXPERTS,
+    _PLAIN_EXPERTS.with_operand("expert_biases", partial(_experts, has_biases=True)),
     *in_formats(
         "experts_quantized",
         _experts,

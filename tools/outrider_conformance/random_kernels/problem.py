@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -205,6 +205,12 @@ class KernelProblems:
     """Format of quantised weights that the backend must declare."""
     cache: str | None = None
     """Format of a KV cache that the kernels must declare."""
+    operand: str | None = None
+    """Operand that the kernels must declare (``KernelSet.optional_operands``), and that every problem has."""
+
+    def with_operand(self, operand: str, make: Make) -> KernelProblems:
+        """Return the problems of the same shapes that ``make`` returns with ``operand``."""
+        return replace(self, kernel=f"{self.kernel}, {operand}", make=make, operand=operand)
 
 
 def in_formats(

@@ -277,6 +277,15 @@ def test_formats_of_a_cache_exist(backend: Backend) -> None:
     assert formats <= set(CACHE_FORMATS), f"no formats of the backend interface: {formats - set(CACHE_FORMATS)}"
 
 
+@promise("KernelSet.optional_operands", "Operands that few models have, and that these kernels take:")
+def test_operands_that_are_declared_exist(backend: Backend) -> None:
+    """The declared operands are a set of names of the backend interface."""
+    operands = backend.kernels_in_use.optional_operands
+    assert isinstance(operands, frozenset), f"optional_operands is a {type(operands).__name__}"
+    unknown = operands - KernelSet.optional_operands
+    assert not unknown, f"no operands of the backend interface: {unknown}"
+
+
 @promise(
     "Capabilities",
     "A declared ability that doesn't work fails conformance, and so does a working ability that isn't declared.",

@@ -65,6 +65,8 @@ def _applies(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
         not_applicable(f"quantised weights of the format {drawn.format} aren't declared")
     if drawn.cache is not None and drawn.cache not in lab.backend.kernels_in_use.cache_formats:
         not_applicable(f"a KV cache of the format {drawn.cache} isn't declared")
+    if drawn.operand is not None and drawn.operand not in lab.backend.kernels_in_use.optional_operands:
+        not_applicable(f"the operand {drawn.operand} isn't declared")
     if not drawn.choices and dtype not in lab.backend.capabilities.dtypes:
         not_applicable(f"{dtype} isn't declared")
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs, composes
+from outrider.device.kernels.metadata import AttentionMetadata, ExpertBiases, HeadNorms, RotaryArgs, composes
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.residual import SINGLE_RANK, Computed, RankBoundary, ResidualStream
@@ -46,6 +46,8 @@ class AttentionBlock:
     output_bias: Tensor | None = None
     window: int = 0
     """How many of the latest tokens, itself included, a token sees; 0: all."""
+    sinks: Tensor | None = None
+    """[Hq], in float32 or wider: see ``KernelSet.paged_attention``."""
     head_norms: HeadNorms | None = None
     gated: bool = False
     """True: the attention output is multiplied by the sigmoid of the last Hq D columns of the product with ``qkv``."""
@@ -54,6 +56,12 @@ class AttentionBlock:
     output_scales: Tensor | None = None
     """[Hq, 1]: factors of the attention output, of a quantised cache."""
     ranks: RankBoundary = SINGLE_RANK
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """Return the keyword operands of ``KernelSet.paged_attention``; ``sinks`` only if the block has them."""
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        return {"scale": self.scale, "window": self.window, **sinks}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +89,8 @@ class ExpertsBlock:
     eps: float
     router: Weight
     """[E, H]: weight of the product that gives the logits of the experts."""
+    router_bias: Tensor | None = None
+    """[E]: bias of the product with ``router``."""
     per_token: int
     """Number of experts that compute each token."""
     renormalize: bool
@@ -91,11 +101,18 @@ class ExpertsBlock:
     """[E, 2 I, H], or quantised [E 2 I, H]: for each expert rows of the gate, then rows of up."""
     down: Weight
     """[E, H, I], or quantised [E H, I]: for each expert the weight of the product that follows ``silu_mul``."""
+    biases: ExpertBiases | None = None
+    """Biases of the routed experts, whose activation replaces ``silu_mul``. Only for unquantised experts."""
     shared: MlpBlock | None = None
     """The shared expert. Its ``norm`` is the block's."""
     shared_gate: Weight | None = None
     """[1, H]: the sigmoid of its product with a token is the factor of the shared expert's output."""
     ranks: RankBoundary = SINGLE_RANK
+
+    @property
+    def expert_options(self) -> dict[str, Any]:
+        """Return the keyword operands of ``KernelSet.experts``; ``biases`` only if the block has them."""
+        return {} if self.biases is None else {"biases": self.biases}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +283,7 @@ def attended_rows(
 ) -> Tensor:
     """Attend with the rows of ``q`` [T, Hq, D] that continue, scale and gate the result → [S, Hq D]."""
     q, caches = continued_queries(kernels, q, tokens), tokens.rotary[2:4]
-    out = attend(q, *caches, tokens.attention, scale=block.scale, window=block.window)
+    out = attend(q, *caches, tokens.attention, **block.attention_options)
     if block.output_scales is not None:
         out.mul_(block.output_scales)
     attended = out.reshape(q.shape[0], -1)
@@ -278,7 +295,7 @@ def attended_rows(
 def routed(kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalised tokens [T, H], and the shares and numbers of each token's experts [T, C]."""
     normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
-    logits = linear(kernels, normed, block.router)
+    logits = linear(kernels, normed, block.router, block.router_bias)
     held = {} if block.held is None else {"held": block.held}  # kernels of one rank may not know the option
     return normed, *kernels.route(logits, block.per_token, renormalize=block.renormalize, **held)
 
@@ -289,9 +306,9 @@ def experts_stream(
     """Compute a block of experts with the primitives of ``kernels``, and the shared expert, if there is one, with ``mlp``."""
     normed, shares, chosen = routed(kernels, x, block)
     if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
-        value = kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down)
+        value = kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down, **block.expert_options)
     else:
-        value = kernels.experts(normed, shares, chosen, plain(block.gate_up), plain(block.down))
+        value = kernels.experts(normed, shares, chosen, plain(block.gate_up), plain(block.down), **block.expert_options)
     if block.shared is not None and block.shared_gate is not None:
         kernels._add_gated(value, mlp(normed, block.shared), normed, block.shared_gate)
     return contributed(kernels, x.rows, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)

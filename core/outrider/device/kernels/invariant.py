@@ -21,6 +21,7 @@ from torch import Tensor
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import AttentionMetadata
 from outrider.device.kernels.recurrent_kernels import RecurrentBatch
+from outrider.device.kernels.reference.model import attend_with_sinks
 from outrider.device.kernels.weights import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class InvariantKernels(KernelSet):
     """
 
     row_invariant = True
+    optional_operands = KernelSet.optional_operands
     tunes = False  # the wrapped kernels were tuned for batches, and this class never calls them with a batch
 
     def __init__(self, inner: KernelSet, *, tile: int = 16) -> None:
@@ -76,6 +78,8 @@ class InvariantKernels(KernelSet):
         self._tile = tile
         self.name = f"{inner.name}, batch-invariant"
         self.cache_formats = inner.cache_formats
+        computed = inner.optional_operands | {"attention_sinks"}  # attention is computed here
+        self.optional_operands = type(self).optional_operands & computed
         self.state_interval = inner.state_interval
 
     def batch_invariant(self) -> KernelSet:
@@ -218,6 +222,7 @@ class InvariantKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with one token per call, over the whole block table of its request."""
         tables, visible, real = _visible(metadata, q.shape[0], k_cache.shape[1], window)
@@ -231,16 +236,15 @@ class InvariantKernels(KernelSet):
             # A weight of zero doesn't hide a NaN that an earlier owner of the page left after the end of the sequence.
             seen = visible[token].view(1, 1, span, 1)
             keys, values = torch.where(seen, keys, 0.0), torch.where(seen, values, 0.0)
-            out.append(
-                F.scaled_dot_product_attention(
-                    q[token : token + 1].unsqueeze(2).clone(),
-                    keys,
-                    values,
-                    attn_mask=visible[token].clone().view(1, 1, 1, span),
-                    scale=scale,
-                    enable_gqa=q.shape[1] != kv_heads,
+            query, mask = q[token : token + 1].unsqueeze(2).clone(), visible[token].clone().view(1, 1, 1, span)
+            if sinks is None:
+                out.append(
+                    F.scaled_dot_product_attention(
+                        query, keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != kv_heads
+                    )
                 )
-            )
+            else:
+                out.append(attend_with_sinks(query, keys, values, mask, scale, sinks))
         return torch.where(real.view(-1, 1, 1), torch.cat(out).squeeze(2), 0.0)
 
     # Vector code computes the end of a buffer differently from its middle, so elementwise kernels are called per row, too.

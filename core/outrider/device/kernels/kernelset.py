@@ -8,6 +8,7 @@ from copy import copy
 from functools import cache, partial, wraps
 from inspect import isfunction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from outrider.device.errors import CapabilityError
@@ -25,6 +26,13 @@ _CACHE_KERNELS = frozenset(
     {"rope_write_cache", "head_norm_rope_write_cache", "paged_attention", "attention_block", "plan_attention", "move_cache"}
 )
 """Kernels that read or write the pages of a cache."""
+_KERNELS_BY_OPERAND: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "attention_sinks": frozenset({"paged_attention", "attention_block"}),
+        "expert_biases": frozenset({"experts", "experts_block"}),
+    }
+)
+"""Operands that few models have, each with the kernels that take it."""
 
 
 class KernelSet(BlockKernels, SamplingKernels):
@@ -65,11 +73,19 @@ class KernelSet(BlockKernels, SamplingKernels):
     reads the attribute before it loads a model.
     """
 
+    optional_operands: frozenset[str] = frozenset(_KERNELS_BY_OPERAND)
+    """Operands that few models have, and that these kernels take: ``attention_sinks`` (:meth:`paged_attention`) and
+    ``expert_biases`` (:meth:`experts`). The references take all. A class that overrides a kernel with such an operand takes
+    it only if the class declares so. A model with an operand that the kernels don't take is refused before it is loaded.
+    """
+
     def __init_subclass__(cls, **keywords: object) -> None:
         super().__init_subclass__(**keywords)
         own = vars(cls)
         if "cache_formats" not in own and not _CACHE_KERNELS.isdisjoint(own):
             cls.cache_formats = frozenset()
+        if "optional_operands" not in own:
+            cls.optional_operands -= {name for name, kernels in _KERNELS_BY_OPERAND.items() if not kernels.isdisjoint(own)}
         for name, parts in composed_kernels().items():
             if name not in own and not parts.isdisjoint(own):
                 setattr(cls, name, getattr(KernelSet, name))
@@ -225,7 +241,8 @@ class WrappedKernels(KernelSet):
     """A kernel set that passes each call on to ``inner``. A subclass overrides methods, and calls ``inner`` by ``super()``.
 
     ``name``, ``row_invariant``, ``plans_on_host``, ``tunes``, ``cache_formats`` and ``state_interval`` are those of ``inner``
-    unless the subclass declares its own. A subclass that overrides a kernel over caches must declare ``cache_formats``.
+    unless the subclass declares its own. A subclass that overrides a kernel over caches must declare ``cache_formats``. Of
+    ``optional_operands``, the wrapper has those that both ``inner`` and the subclass take.
 
     *Blocks.* The kernels that ``inner`` calls within a block don't reach the subclass. A subclass that overrides a primitive
     therefore gets the composed default of every block that uses the primitive, unless it overrides the block, too. A
@@ -243,6 +260,7 @@ class WrappedKernels(KernelSet):
         for flag in _INHERITED_ATTRIBUTES:
             if flag not in declared:
                 setattr(self, flag, getattr(inner, flag))
+        self.optional_operands = type(self).optional_operands & inner.optional_operands
 
     def batch_invariant(self) -> KernelSet:
         """Return this kernel set if it is ``row_invariant``, else the default wrapper."""

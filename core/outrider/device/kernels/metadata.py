@@ -174,6 +174,26 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class ClampedActivation(NamedTuple):
+    """The activation ``(up + 1) * gate * sigmoid(alpha * gate)``, with ``gate`` at most ``limit`` and ``up`` within
+    ``limit`` of 0. A KernelSet computes it in place of ``silu_mul`` for experts with biases.
+    """
+
+    limit: float
+    alpha: float
+
+
+class ExpertBiases(NamedTuple):
+    """The biases of E experts' products, and the activation between the products.
+
+    ``gate_up`` [E, 2 I] and ``down`` [E, H] have the dtype of the weights; ``gate_up`` has each expert's gate first.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    activation: ClampedActivation
+
+
 class RequestRows(NamedTuple):
     """State of all requests of an engine, one row of R per request; row 0 is reserved for padding.
 

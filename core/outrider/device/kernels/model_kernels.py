@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.device.errors import ConfigError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs, composes
+from outrider.device.kernels.metadata import AttentionMetadata, ExpertBiases, HeadNorms, RotaryArgs, composes
 from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.weights import QuantizedWeight, Weight, linear
 
@@ -135,14 +135,27 @@ class ModelKernels(BookkeepingKernels):
         first, last = held or (0, logits.shape[1])
         return torch.ops.outrider.route(logits, count, renormalize, first, last)  # type: ignore[no-any-return]  # torch.ops has no types
 
-    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        biases: ExpertBiases | None = None,
+    ) -> Tensor:
         """Return the sum over a token's experts of ``weights`` [T, k] times :meth:`silu_mul` of ``x`` [T, H] with the
         expert's ``gate_up`` [E, 2*I, H], then with its ``down`` [E, H, I] → [T, H].
 
         ``chosen`` int64 [T, k] are the experts that :meth:`route` returned, each at most once per token. Only the device
         knows their values. -1 is no expert and adds nothing; its weight is 0.
+
+        ``biases`` are added to the two products of each expert, and replace :meth:`silu_mul` by their activation. The model
+        passes them only if it has them, and only to kernels whose ``optional_operands`` list ``expert_biases``.
         """
-        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]  # torch.ops has no types
+        operands = (None, None, 0.0, 0.0) if biases is None else (biases.gate_up, biases.down, *biases.activation)
+        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down, *operands)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts_quantized(
         self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
@@ -244,12 +257,17 @@ class ModelKernels(BookkeepingKernels):
         *,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention of q [T, Hq, D] over the pages of each sequence → [T, Hq, D].
 
         The new tokens' keys and values are in the cache already. Slots after a sequence's length, and page 0, may hold any
         values of other requests, NaN included; they don't affect the result. ``window`` > 0: a token sees that many
         positions, its own included; the batch is then causal, without a tree mask.
+
+        ``sinks`` [Hq], in float32 or wider: the logit of one more column in the softmax of each head, a column without a
+        value (Xiao et al. 2024). The model passes sinks only if it has them, and only to kernels whose ``optional_operands``
+        list ``attention_sinks``.
         """
         return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]  # torch.ops has no types
             q,
@@ -263,4 +281,5 @@ class ModelKernels(BookkeepingKernels):
             metadata.max_kv,
             scale,
             window,
+            sinks,
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.device import CACHE_FORMATS, Backend, CapabilityError, ConfigError, KernelSet, Stream
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.bulk import TensorRead, read_parts
+from outrider.model.checkpoint.expert_stacks import dequantized_stacks, with_model_stacks
 from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, wrap_read_errors
 from outrider.model.checkpoint.mapping import (
     check_count,
@@ -28,7 +29,6 @@ from outrider.model.checkpoint.mapping import (
     is_mtp_tensor,
     is_unused_tensor,
     vision_name,
-    with_transposed_stacks,
 )
 from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.config.checkpoint_config import read_model_config
@@ -160,7 +160,7 @@ def load_tensors(
             rows = weight[row : row + piece.read_shape[0]]
             row += rows.shape[0]
             extent = files.extent(piece.key)
-            if extent is not None and extent.dtype == stored:
+            if extent is not None and extent.dtype == stored == dtype:  # bulk reads have one dtype
                 parts.append(TensorRead(piece.key, extent.sliced(piece.shape, piece.tensor_slice), rows))
             else:
                 cast.append((piece, rows))
@@ -302,8 +302,8 @@ def plan_decoder(
     """Read and check the headers of a decoder's checkpoint. Arguments and errors are those of :func:`load_decoder`."""
     kernels = backend.kernels_in_use if kernels is None else kernels
     config = read_model_config(Path(directory), drafts=drafts)
-    files = open_checkpoint(Path(directory))
-    files = with_transposed_stacks(config, files)
+    config.check_kernels(kernels)
+    files = with_model_stacks(config, open_checkpoint(Path(directory)))
     config = replace(_untie(config, files), max_context=max(config.max_context, positions))
     ranks = or_single_rank(ranks)
     shards = ranks.shards
@@ -356,7 +356,7 @@ def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
     part of this rank counts.
     """
     own = draft_dir.resolve() == plan.files.origin.parent.resolve()
-    files = plan.files if own else open_checkpoint(draft_dir)
+    files = plan.files if own else dequantized_stacks(open_checkpoint(draft_dir))
     found = 0
     for key in files.tensors:
         if is_mtp_tensor(key) or not own:

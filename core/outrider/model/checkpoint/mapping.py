@@ -19,12 +19,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from outrider.device import DeltaRuleWeights
 from outrider.errors import CheckpointError
-from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorFile, TensorSlice
+from outrider.model.checkpoint.expert_stacks import STACKS
+from outrider.model.checkpoint.files import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
 from outrider.model.layers.layer_weights import LayerWeights
@@ -119,6 +119,10 @@ def layer_targets(
         targets.append(bias("down_bias", _DOWN))
     if config.qk_norm and attends:
         targets += [norm(f"{part}_norm", f"self_attn.{part}_norm", config.head_size) for part in "qk"]
+    if config.attention_sinks and attends:
+        first, last = shards.heads(config)
+        own = None if last - first == config.num_heads else TensorSlice(0, first, last)
+        targets.append(Target(f"{name}.sinks", (Piece(f"{prefix}.self_attn.sinks", (config.num_heads,), own),), wide=True))
     return targets
 
 
@@ -327,8 +331,8 @@ def nest_recurrent(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 _EXPERT_PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_ROUTERS = MappingProxyType({"gpt_oss": "router"})
 _MIXTRAL_PARTS = ("w1.weight", "w3.weight", "w2.weight")
-_STACKS = ("gate_up_proj", "down_proj")  # [E, 2 I, H], the gate's rows first, and [E, H, I]
 
 
 def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -> None:
@@ -339,50 +343,13 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
     experts = config.experts
     if experts is None:
         return
-    stacks = {key.rpartition(".")[0] for key in tensors if key.endswith(_STACKS)}
+    stacks = {key.rpartition(".")[0] for key in tensors if key.endswith(STACKS)}
     layers = config.num_layers - len(experts.dense_layers) - len(stacks)
     if layers * experts.count > len(tensors):
         raise CheckpointError(
             f"{origin}: holds {len(tensors)} tensors, and the config has {experts.count} experts in each of {layers} layers "
             "without stacks of them; expected three tensors for each expert, or two for all of a layer"
         )
-
-
-class _TransposedStack(TensorFile):
-    """One stack of matrices of another file, with each matrix transposed."""
-
-    def __init__(self, file: TensorFile, name: str) -> None:
-        count, columns, rows = file.shapes[name]
-        super().__init__(file.path, {name: (count, rows, columns)})
-        self._file = file
-
-    def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
-        if tensor_slice is None:
-            return self._file.read_tensor(name).transpose(1, 2)
-        if tensor_slice.matrix is None:
-            return self._file.read_tensor(name).transpose(1, 2)[tensor_slice.slices(3)]
-        matrix = TensorSlice(0, 0, self.shapes[name][2], matrix=tensor_slice.matrix)
-        return self._file.read_tensor(name, matrix).transpose(1, 2)[:, tensor_slice.start : tensor_slice.stop]
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        return self._file.dtype(name)
-
-
-def with_transposed_stacks(config: ModelConfig, files: CheckpointFiles) -> CheckpointFiles:
-    """Return ``files`` with the stacks of experts in the shapes of :func:`expert_targets`. Published Qwen3-VL-MoE checkpoints
-    store each matrix of a stack transposed, those that transformers saves do not.
-    """
-    experts = config.experts
-    if experts is None or config.family != "qwen3_vl_moe":
-        return files
-    hidden, inner = config.hidden_size, experts.intermediate_size
-    shapes = [(experts.count, hidden, 2 * inner), (experts.count, inner, hidden)]  # one of the two isn't square
-    transposed = dict(files.tensors)
-    for key in files.tensors:
-        pair = [key.removesuffix(_STACKS[0]) + stack for stack in _STACKS]
-        if key == pair[0] and pair[1] in files.tensors and [files.shape(each) for each in pair] == shapes:
-            transposed |= {each: _TransposedStack(files.tensors[each], each) for each in pair}
-    return replace(files, tensors=transposed)
 
 
 def expert_targets(config: ModelConfig, prefix: str, name: str, present: Container[str], shards: Shards) -> list[Target]:
@@ -396,8 +363,11 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
     hidden = config.hidden_size
     mixtral_names = config.family == "mixtral" and f"{prefix}.mlp.gate.weight" not in present
     block = f"{prefix}.block_sparse_moe" if mixtral_names else f"{prefix}.mlp"
-    targets = [Target(f"{name}.router", (Piece(f"{block}.gate.weight", (experts.count, hidden)),))]
-    if any(f"{block}.experts.{part}" in present for part in _STACKS):
+    router = f"{block}.{_ROUTERS.get(config.family, 'gate')}"
+    targets = [Target(f"{name}.router", (Piece(f"{router}.weight", (experts.count, hidden)),))]
+    if experts.biases is not None:
+        targets.append(Target(f"{name}.router_bias", (Piece(f"{router}.bias", (experts.count,)),)))
+    if experts.biases is not None or any(f"{block}.experts.{part}" in present for part in STACKS):
         targets += _stacked_targets(experts, hidden, f"{block}.experts", name, shards)
     else:
         first = f"{block}.experts.0"
@@ -445,25 +415,38 @@ def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, 
     span = shards.mlp.even(inner) if held is None else (0, inner)
     gates: Sequence[TensorSlice | None] = [None]
     downs: Sequence[TensorSlice | None] = [None]
-    if held is not None:
-        gates, downs = ([TensorSlice(0, 0, rows, each) for each in range(*held)] for rows in (2 * inner, hidden))
+    if held is not None or (experts.biases is not None and span == (0, inner)):  # expert by expert
+        each_held = range(*(held or (0, count)))
+        gates, downs = ([TensorSlice(0, 0, rows, each) for each in each_held] for rows in (2 * inner, hidden))
     elif span != (0, inner):
         starts = [(half + span[0], half + span[1]) for half in (0, inner)]
         gates, downs = [TensorSlice(0, *rows, each) for each in range(count) for rows in starts], [TensorSlice(1, *span)]
-    parts = (("gate_up", gates, (count, 2 * inner, hidden)), ("down", downs, (count, hidden, inner)))
+    parts = [("gate_up", "", gates, (count, 2 * inner, hidden)), ("down", "", downs, (count, hidden, inner))]
+    if experts.biases is not None:
+        parts.append(("gate_up", "_bias", gates, (count, 2 * inner, 1)))
+    if experts.biases is not None and (held is not None or shards.mlp.rank == 0):
+        parts.append(("down", "_bias", [None] if held is None else downs, (count, hidden, 1)))
     return [
-        Target(f"{name}.{field}", tuple(Piece(f"{stem}.{field}_proj", shape, each, stack=True) for each in slices))
-        for field, slices, shape in parts
+        Target(
+            f"{name}.{field}{suffix}",
+            tuple(Piece(f"{stem}.{field}_proj{suffix}", shape, each, stack=True) for each in slices),
+        )
+        for field, suffix, slices, shape in parts
     ]
 
 
 def stack_experts(experts: ExpertsConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """Return a layer's weights by field, with the expert weights as stacks [E, ...].
 
-    Quantized expert weights keep their concatenated rows.
+    Quantized expert weights keep their concatenated rows. Biases become [E, 2 I] and [E, H].
     """
     stacks = {key: fields[key] for key in ("gate_up", "down")}
-    return fields | {
-        key: value.view(experts.held, -1, value.shape[-1]) if isinstance(value, Tensor) else value
-        for key, value in stacks.items()
-    }
+    biases = {key: fields[key] for key in ("gate_up_bias", "down_bias") if key in fields}
+    return (
+        fields
+        | {
+            key: value.view(experts.held, -1, value.shape[-1]) if isinstance(value, Tensor) else value
+            for key, value in stacks.items()
+        }
+        | {key: value.view(experts.held, -1) for key, value in biases.items()}
+    )

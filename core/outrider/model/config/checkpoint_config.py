@@ -19,6 +19,7 @@ from outrider.model.config.layer_configs import (
     HYBRID_FAMILIES,
     REFUSED,
     RUN_THROUGH_TRANSFORMERS,
+    gpt_oss,
     layer_windows,
     mixtral,
     one_window,
@@ -193,6 +194,7 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 
 _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
     {
+        "gpt_oss": gpt_oss,
         "llama": _llama,
         "ministral3": _mistral,
         "mistral": _mistral,

@@ -189,6 +189,9 @@ EXPERTS: Mapping[str, Field] = MappingProxyType(
         "mlp_bias": choice_of(False),
     }
 )
+BIASED_EXPERTS: Mapping[str, Field] = MappingProxyType(
+    {**EXPERTS, "swiglu_limit": number(0.01, 1e4, empty=False), "swiglu_alpha": number(0.01, 1e4, empty=False)}
+)
 HYBRID: Mapping[str, Field] = MappingProxyType(
     {
         **EXPERTS,
@@ -239,6 +242,7 @@ FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
     {
         **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), EXPERTS),
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _with_vision(TEXT_MODEL)),
+        "gpt_oss": BIASED_EXPERTS,
         "qwen3_vl_moe": _with_vision(EXPERTS),
         **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), HYBRID),
         **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _with_vision(HYBRID)),

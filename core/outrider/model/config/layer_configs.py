@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from outrider.device import ConfigError
+from outrider.device import ClampedActivation, ConfigError
 from outrider.errors import shown
 from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig
 
@@ -37,7 +37,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
         **dict.fromkeys(RUN_THROUGH_TRANSFORMERS, _GROUPING),
-        "gpt_oss": "its attention has sinks and its experts have biases and a clamped activation, which aren't done here",
         "qwen4_exp": "its layers aren't those of Qwen3.5, and they aren't done here",
     }
 )
@@ -55,6 +54,24 @@ def mixtral(hf: HfConfig) -> dict[str, Any]:
         renormalize=True,
     )
     return {"experts": experts, "windows": one_window(hf, hf.sliding_window)}
+
+
+def gpt_oss(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a gpt-oss config: attention with sinks and biases, and experts with biases in every layer."""
+    experts = ExpertsConfig(
+        count=hf.num_local_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        renormalize=True,
+        biases=ClampedActivation(float(hf.swiglu_limit), float(hf.swiglu_alpha)),
+    )
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "attention_sinks": True,
+        "experts": experts,
+        "windows": layer_windows(hf),
+    }
 
 
 def qwen2_moe(hf: HfConfig) -> dict[str, Any]:

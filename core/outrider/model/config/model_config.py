@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.device import AttentionShape, ConfigError
+from outrider.device import AttentionShape, ClampedActivation, ConfigError, KernelSet
 from outrider.model.config.rope import RopeConfig
 
 
@@ -49,6 +49,8 @@ class ExpertsConfig:
     """Indices of the layers that have a dense MLP of the model's intermediate size."""
     parts: int = 1
     """Number of ranks that divide the routed experts; each holds ``count / parts`` of them."""
+    biases: ClampedActivation | None = None
+    """The activation of experts with biases, whose router has a bias, too. None for experts without biases."""
 
     def __post_init__(self) -> None:
         if min(self.count, self.per_token, self.intermediate_size) < 1 or self.shared_size < 0:
@@ -205,6 +207,8 @@ class ModelConfig:
     """True if each head of q and k is normalized before the rotary embedding."""
     attention_gate: bool = False
     """True if the attention output is multiplied by the sigmoid of a gate, whose rows follow each head's in ``q_proj``."""
+    attention_sinks: bool = False
+    """True if the softmax of each attention head has one more column, with a stored logit and without a value."""
     norm_offset: float = 0.0
     """Number that is added to the stored weights of all norms but those of recurrent layers."""
     windows: tuple[int, ...] = ()
@@ -286,6 +290,17 @@ class ModelConfig:
             return self.intermediate_size
         mixed = experts.per_token * experts.intermediate_size + experts.shared_size
         return max(mixed, self.intermediate_size if experts.dense_layers else 0)
+
+    def check_kernels(self, kernels: KernelSet) -> None:
+        """Raise :class:`ConfigError` if ``kernels`` don't take an operand that the model has."""
+        has_biases = self.experts is not None and self.experts.biases is not None
+        needed = {"attention_sinks": self.attention_sinks, "expert_biases": has_biases}
+        missing = [name for name, is_needed in needed.items() if is_needed and name not in kernels.optional_operands]
+        if missing:
+            raise ConfigError(
+                f"a {self.family} model needs {' and '.join(missing)}, which the kernels {kernels.name!r} don't take; "
+                "expected kernels whose optional_operands list them, such as the references (BACKEND:kernels=torch)"
+            )
 
     @property
     def attention_scale(self) -> float:

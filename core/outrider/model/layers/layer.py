@@ -106,7 +106,11 @@ class RecurrentLayer(DecoderLayer):
 def create_layers(
     config: ModelConfig, layers: Sequence[LayerWeights], kernels: KernelSet, ranks: ModelRanks | None
 ) -> tuple[DecoderLayer, ...]:
-    """Create a layer for each of ``layers``: a recurrent one if it has recurrent weights."""
+    """Create a layer for each of ``layers``: a recurrent one if it has recurrent weights.
+
+    Raises :class:`ConfigError` if ``kernels`` don't take an operand of the layers.
+    """
+    config.check_kernels(kernels)
     return tuple(
         (DecoderLayer if weights.recurrent is None else RecurrentLayer)(
             config, weights, kernels, window=window, ranks=ranks, index=index

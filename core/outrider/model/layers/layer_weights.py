@@ -15,6 +15,7 @@ from outrider.device import (
     AttentionBlock,
     ConfigError,
     DeltaRuleWeights,
+    ExpertBiases,
     ExpertsBlock,
     HeadNorms,
     MlpBlock,
@@ -24,7 +25,7 @@ from outrider.device import (
     SplitWeight,
     Weight,
 )
-from outrider.device.kernels.weights import label
+from outrider.device.kernels.weights import label, plain
 from outrider.model.config.model_config import ModelConfig, RecurrentConfig
 from outrider.model.layers.ranks import ModelRanks
 
@@ -72,14 +73,20 @@ class LayerWeights:
     """Further weights of a recurrent layer; None for a layer with attention."""
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    """Logit [Hq] of one more column in the softmax of each query head; None for models without it."""
     gate_up_bias: Tensor | None = None
+    """Bias of ``gate_up``: [2 I], or [E, 2 I] for experts. None for models without it."""
     down_bias: Tensor | None = None
+    """Bias of ``down``: [H], or [E, H] for experts. None for models without it, and for ranks that don't add it."""
     q_norm: Tensor | None = None
     """Norm weight [D] of each query head; None for models without it."""
     k_norm: Tensor | None = None
     """Norm weight [D] of each key head; None for models without it."""
     router: Weight | None = None
     """Product [E, H] for the logits by which tokens are routed to experts; None without experts."""
+    router_bias: Tensor | None = None
+    """Bias [E] of ``router``; None for models without it."""
     shared_gate_up: Weight | None = None
     """Gate and up projections [2 Is, H] of a shared expert with intermediate size Is; None without one."""
     shared_down: Weight | None = None
@@ -120,6 +127,7 @@ def attention_block(config: ModelConfig, weights: LayerWeights, window: int, ran
         output_bias=weights.output_bias,
         scale=config.attention_scale,
         window=window,
+        sinks=weights.sinks,
         head_norms=norms,
         gated=config.attention_gate,
         input_scales=None if weights.cache is None else weights.cache.input_scales,
@@ -189,15 +197,21 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
     shared = None
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         shared = MlpBlock(norm=weights.mlp_norm, eps=config.rms_eps, gate_up=weights.shared_gate_up, down=weights.shared_down)
+    biases = None
+    if experts.biases is not None and weights.gate_up_bias is not None:
+        down_bias = weights.gate_up_bias.new_zeros(plain(down).shape[:2]) if weights.down_bias is None else weights.down_bias
+        biases = ExpertBiases(weights.gate_up_bias, down_bias, experts.biases)
     return ExpertsBlock(
         norm=weights.mlp_norm,
         eps=config.rms_eps,
         router=router,
+        router_bias=weights.router_bias,
         per_token=experts.per_token,
         renormalize=experts.renormalize,
         held=ranks.shards.held_experts(experts.count),
         gate_up=gate_up,
         down=down,
+        biases=biases,
         shared=shared,
         shared_gate=weights.shared_gate,
         ranks=ranks,

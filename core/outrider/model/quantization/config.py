@@ -129,7 +129,7 @@ def read_quantization(directory: Path, *, mode: str = "kernels") -> Quantization
             scheme=_METHODS[method]({**config, KEY: None}),
             mode=checked_mode,
             cache=cache,
-            weights=method != "compressed-tensors" or bool(config.get("config_groups")),
+            weights=method != "mxfp4" and (method != "compressed-tensors" or bool(config.get("config_groups"))),
         )
 
 
@@ -491,6 +491,16 @@ def _all_except(scheme: Scheme, names: Sequence[str]) -> FindScheme:
 
 _AUTO_ROUND_LAYOUTS = MappingProxyType({"auto_gptq": "gptq", "gptqmodel": "gptq_v2", "auto_awq": "awq"})
 """Layouts of AutoRound's packed words, by its names of them."""
+
+
+def _mxfp4(config: Mapping[str, Any]) -> FindScheme:
+    """Return no scheme for every module: only stacks of experts are MXFP4, which are dequantized when they are read
+    (:mod:`outrider.model.checkpoint.expert_stacks`).
+    """
+    del config
+    return lambda module: None
+
+
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], FindScheme]] = MappingProxyType(
     {
         "compressed-tensors": _compressed_tensors,
@@ -500,5 +510,6 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], FindScheme]] = MappingProxy
         "modelopt": _modelopt,
         "auto-round": _auto_round,
         "intel/auto-round": _auto_round,
+        "mxfp4": _mxfp4,
     }
 )

@@ -18,6 +18,7 @@ from outrider_triton.attention.jit.paged import (
     keys_and_values,
     load_queries,
     program_share,
+    sink_sums,
     store_rows,
     store_sums,
     visible_positions,
@@ -73,6 +74,7 @@ def exact_attention(
     parts,
     stats,
     counts,
+    sinks,
     tokens,
     batch,
     heads,
@@ -101,6 +103,7 @@ def exact_attention(
 
     SHARED: each program has one chunk. It stores its result to ``parts [token, head, chunks, size]`` and its maximum and sum
     to ``stats [token, head, chunks, 2]``, all float32; the last one stores the number of chunks to ``counts [token, head]``.
+    ``sinks`` [heads], unless they are None, come before the first chunk; if SHARED, :func:`merge_chunks` puts them there.
     """
     begin(PDL)
     kv_heads = heads // GROUP
@@ -118,6 +121,8 @@ def exact_attention(
             q, first, count, begin_query, kv_head, q_token, q_head, size, GROUP, BLOCK_ROWS, BLOCK_SIZE
         )
         best, total, acc = empty_sums(BLOCK_ROWS, BLOCK_SIZE)
+        if sinks is not None and not SHARED:
+            best, total = sink_sums(sinks, head, row_mask)
         chunk, start = own_chunk, chunk_start(own_chunk, CHUNK)
         end = tl.minimum(chunk_start(chunk + 1, CHUNK), high) if SHARED else high
         while start < end:
@@ -145,7 +150,7 @@ def exact_attention(
 
 @triton.jit(do_not_specialize=["batch", "chunks"])
 def merge_chunks(
-    parts, stats, counts, query_start, out, batch, heads, chunks, size, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
+    parts, stats, counts, query_start, out, sinks, batch, heads, chunks, size, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
 ):
     """Merge the results of all chunks of a token and head into ``out`` [T, heads, size]; one program per (token, head).
     Padding rows are not written.
@@ -157,6 +162,8 @@ def merge_chunks(
     if tl.program_id(0) < tl.load(query_start + batch):
         count = tl.load(counts + place)
         best, total, acc = empty_sums(1, BLOCK_SIZE)
+        if sinks is not None:
+            best, total = sink_sums(sinks, tl.program_id(1) + one, one == 0)
         for first in range(0, count, _LOADED_AT_ONCE):
             for index in tl.static_range(_LOADED_AT_ONCE):
                 part = place * chunks + first + index

@@ -169,6 +169,15 @@ def empty_sums(ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def sink_sums(sinks, head, mask):
+    """Return the maximum and sum of rows that have attended to the sink of their ``head`` alone; where not ``mask``, to
+    nothing.
+    """
+    best = tl.load(sinks + head, mask=mask, other=-float("inf")).to(tl.float32) * 1.4426950408889634
+    return best, tl.where(best == -float("inf"), 0.0, 1.0)
+
+
+@triton.jit
 def store_rows(out, place, lane, size, result, mask):
     """Store ``result`` [BLOCK_ROWS, BLOCK_SIZE] to the rows ``place`` of ``out`` [rows, size] where ``mask``."""
     own = out + place[:, None] * size + lane[None, :]
@@ -194,6 +203,7 @@ def paged_attention(
     out,
     parts,
     stats,
+    sinks,
     tokens,
     batch,
     heads,
@@ -220,7 +230,8 @@ def paged_attention(
 
     Row r of a block is query r // GROUP, head r % GROUP. A split has one SPLITS-th of *this* sequence's blocks, stores its
     result to ``parts [token, head, split, size]`` and its maximum and sum to ``stats [token, head, split, 2]``, all float32;
-    without a block, it stores a maximum of -inf and no part.
+    without a block, it stores a maximum of -inf and no part. The first split, which has a block, begins with ``sinks``
+    [heads] unless they are None.
 
     SETTLED: the kernels that wrote lengths, block table and the cache up to the new tokens have ended (not only begun). A
     program then reads its first block while the preceding kernel, which computes the queries, still runs.
@@ -245,6 +256,8 @@ def paged_attention(
             q, first, count, begin_query, kv_head, q_token, q_head, size, GROUP, BLOCK_ROWS, BLOCK_SIZE
         )
         best, total, acc = empty_sums(BLOCK_ROWS, BLOCK_SIZE)
+        if sinks is not None:
+            best, total = sink_sums(sinks, head, row_mask & (split == 0))
         if SETTLED:
             keys, values = _add_new(old_keys, old_values, k_cache, v_cache, slot, lane, size, new, inside)
             visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)

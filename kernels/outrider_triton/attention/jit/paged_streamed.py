@@ -185,6 +185,7 @@ def _store_result(results, row, element, size, best, total, acc, query_mask, mas
 def _attend(
     q,
     addressing,
+    sinks,
     results,
     sizes,
     queries,
@@ -231,6 +232,10 @@ def _attend(
         query_mask = (query_index < count) & (column < QUERIES * GROUP)
         best = gl.full([ROWS], -float("inf"), gl.float32, across)
         total = gl.zeros([ROWS], gl.float32, across)
+        if sinks is not None:
+            own = gl.load(sinks + kv_head * GROUP + column % GROUP, mask=query_mask & (split == 0), other=-float("inf"))
+            best = own.to(gl.float32) * 1.4426950408889634
+            total = gl.where(best == -float("inf"), 0.0, 1.0)
         acc = gl.zeros([SIZE, ROWS], gl.float32, wide_layout)
         blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_KV)
         inside = gl.arange(0, BLOCK_KV, down)
@@ -274,6 +279,7 @@ def paged_attention_ring(
     out,
     parts,
     stats,
+    sinks,
     tokens,
     batch,
     heads,
@@ -322,7 +328,10 @@ def paged_attention_ring(
     sizes = tokens, batch, heads, scale, size, q_token, q_head, table_width, mask_width
     gl.warp_specialize(
         [
-            (_attend, (q, addressing, results, sizes, queries, weights, pipeline, GROUP, WINDOW, TREE, SETTLED, SPLITS, PDL)),
+            (
+                _attend,
+                (q, addressing, sinks, results, sizes, queries, weights, pipeline, GROUP, WINDOW, TREE, SETTLED, SPLITS, PDL),
+            ),
             (
                 _load_blocks,
                 (k_cache, v_cache, addressing, sizes, pipeline, PAGE, GROUP, WINDOW, TREE, SETTLED, SPLITS, QUERIES, PDL),

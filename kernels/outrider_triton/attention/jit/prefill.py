@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.attention.jit.paged import empty_sums
+from outrider_triton.attention.jit.paged import empty_sums, sink_sums
 from outrider_triton.jit.dependent import begin
 
 SPACE = tl.constexpr(128)
@@ -184,6 +184,7 @@ def prompt_attention(
     block_table,
     kv_start,
     out,
+    sinks,
     tokens,
     batch,
     heads,
@@ -210,7 +211,8 @@ def prompt_attention(
     Later blocks of a sequence have more work. Each sequence begins a new block. Surplus programs exit at once.
 
     DESCRIPTOR: ``keys`` and ``values`` describe contiguous copies [rows, key heads * BLOCK_SIZE], whose sequences begin at
-    ``kv_start``; else they are the caches. EVEN: ``size`` is BLOCK_SIZE. Padding tokens get zeros.
+    ``kv_start``; else they are the caches. EVEN: ``size`` is BLOCK_SIZE. ``sinks`` [heads]: None, or logits of one more
+    column of each row. Padding tokens get zeros.
     """
     begin(PDL)
     kv_head = tl.program_id(1)
@@ -231,6 +233,8 @@ def prompt_attention(
         query_mask = (index < count)[:, None] & (lane < size)[None, :]
         queries = tl.load(q + token[:, None] * q_token + head * q_head + lane[None, :], mask=query_mask, other=0.0)
         best, total, acc = empty_sums(BLOCK_ROWS, BLOCK_SIZE)
+        if sinks is not None:
+            best, total = sink_sums(sinks, head + tl.zeros_like(row), index < count)
         query_position = context + index
         high = tl.minimum(length, context + (block + 1) * BLOCK_ROWS)
         # Every query of the block attends to all positions up to the first query's own.

@@ -239,6 +239,14 @@ def own_pairs(
     return expert, pairs
 
 
+@triton.jit
+def _clamped(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Compute ``(up + 1) * gate * sigmoid(ALPHA * gate)``, with ``gate`` at most LIMIT and ``up`` within LIMIT of 0."""
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+
+
 @triton.jit(do_not_specialize=["m", "prefetched"])
 def expert_gates(
     x,
@@ -246,6 +254,7 @@ def expert_gates(
     order,
     expert_of,
     weight,
+    bias,
     out,
     m,
     count,
@@ -253,6 +262,8 @@ def expert_gates(
     k,
     x_stride,
     prefetched,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     SORTED: tl.constexpr,
     PAIRS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -263,7 +274,7 @@ def expert_gates(
     PDL: tl.constexpr,
 ):
     """Store SwiGLU of ``x [m, k]`` with each pair's expert, ``weight [experts, 2 n, k]`` (gate, then up), to ``out [pairs,
-    n]``.
+    n]``. With ``bias [experts, 2 n]``, which is added before, the activation is that of :func:`_clamped`.
 
     The kernel begins late (:func:`outrider_triton.jit.dependent.begin_late`), so that the next kernel can read the pairs'
     experts at once. While tokens are still routed, the first programs prefetch columns of the first ``prefetched`` experts'
@@ -284,9 +295,16 @@ def expert_gates(
         gates = weight + (expert * 2 * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         ups = gates + tl.cast(n, tl.int64) * k
         column = x + tl.where(pair_mask, pairs // count, 0)[None, :] * x_stride + lane[:, None]
+        if bias is not None:  # before the loop, as the mask
+            gate_bias = tl.load(bias + expert * 2 * n + rows, mask=row_mask, other=0.0).to(tl.float32)
+            up_bias = tl.load(bias + (expert * 2 + 1) * n + rows, mask=row_mask, other=0.0).to(tl.float32)
         gate, up = sums_of_gates(gates, ups, column, row_mask, pair_mask, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
         address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
-        tl.store(address, swiglu(gate, up, out.dtype.element_ty), mask=column_mask & row_mask[:, None])
+        if bias is not None:
+            activated = _clamped(gate + gate_bias[:, None], up + up_bias[:, None], LIMIT, ALPHA).to(out.dtype.element_ty)
+        else:
+            activated = swiglu(gate, up, out.dtype.element_ty)
+        tl.store(address, activated, mask=column_mask & row_mask[:, None])
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -297,6 +315,7 @@ def expert_outputs(
     order,
     expert_of,
     weight,
+    bias,
     out,
     m,
     count,
@@ -311,8 +330,8 @@ def expert_outputs(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply each pair's ``x [pairs, k]`` by its expert's ``weight [experts, n, k]`` and its share, into ``out [pairs,
-    n]``.
+    """Multiply each pair's ``x [pairs, k]`` by its expert's ``weight [experts, n, k]``, add its ``bias [experts, n]`` unless
+    that is None, and multiply by its share, into ``out [pairs, n]``.
 
     The kernel follows :func:`expert_gates`, which begins late, so it reads the pairs' experts while that kernel still runs.
     """
@@ -327,7 +346,11 @@ def expert_outputs(
         tile = weight + (expert * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         column = x + tl.where(pair_mask, pairs, 0)[None, :] * k + lane[:, None]
         share = tl.load(shares + tl.where(pair_mask, pairs, 0), mask=pair_mask, other=0.0)
+        if bias is not None:
+            row_bias = tl.load(bias + expert * n + rows, mask=row_mask, other=0.0).to(tl.float32)
         total = sum_of_tiles(tile, column, None, row_mask, pair_mask, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
+        if bias is not None:
+            total += row_bias[:, None]
         total *= share[None, :]
         address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
         tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])

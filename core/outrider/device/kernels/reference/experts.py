@@ -34,13 +34,35 @@ def route(logits: Tensor, count: int, renormalize: bool, first: int, last: int) 
     return torch.where(is_held, weights, 0.0), torch.where(is_held, chosen - first, -1)
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def clamped_mul(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Return the :class:`~outrider.device.ClampedActivation` [..., I] of the two halves of ``gate_up`` [..., 2 I], computed
+    in float32 or wider.
+    """
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(gate_up.dtype)
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+) -> Tensor:
     """Return the weighted sum [T, H] of the outputs of each token's experts. See ``KernelSet.experts``."""
     expert_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
 
     def multiply(rows: Tensor, own: Tensor) -> Tensor:
-        both = torch.bmm(rows, gate_up.index_select(0, own).mT)
-        return torch.bmm(silu_mul(both), down.index_select(0, own).mT)
+        both, second = torch.bmm(rows, gate_up.index_select(0, own).mT), down.index_select(0, own).mT
+        if gate_up_bias is None or down_bias is None:
+            return torch.bmm(silu_mul(both), second)
+        activated = clamped_mul(both + gate_up_bias.index_select(0, own).unsqueeze(1), limit, alpha)
+        return torch.bmm(activated, second) + down_bias.index_select(0, own).unsqueeze(1)
 
     return _mixed(x, weights, chosen, multiply, count=gate_up.shape[0], expert_bytes=expert_bytes)
 

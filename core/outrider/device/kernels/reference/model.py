@@ -84,6 +84,7 @@ def paged_attention(
     max_kv: int,
     scale: float,
     window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention [T, Hq, D] of the new tokens over each sequence's pages; padding tokens give zeros.
 
@@ -124,13 +125,33 @@ def paged_attention(
     real = (lane.view(1, max_query) < query_lens.view(batch, 1)).unsqueeze(-1)
     visible = visible | ~real  # a row that sees nothing would be NaN
 
-    out = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=visible.unsqueeze(1), scale=scale, enable_gqa=heads != kv_heads
-    )
+    if sinks is None:
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=visible.unsqueeze(1), scale=scale, enable_gqa=heads != kv_heads
+        )
+    else:
+        out = attend_with_sinks(queries, keys, values, visible.unsqueeze(1), scale, sinks)
     result = q.new_zeros(tokens + 1, heads, head_size)  # the last row takes what padding lanes would write
     target = torch.where(real.squeeze(-1), flat, tokens)
     result[target.flatten()] = out.transpose(1, 2).reshape(batch * max_query, heads, head_size)
     return result[:tokens]
+
+
+def attend_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """Return attention [B, Hq, N, D] of ``queries`` [B, Hq, N, D] over keys and values [B, Hkv, S, D], in float32 or wider.
+
+    The softmax of each row has one more column, the head's logit in ``sinks`` [Hq], which has no value. ``visible`` [B, 1, N,
+    S] masks the other columns.
+    """
+    batch, heads, count, size = queries.shape
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    # The heads that share keys are rows of one product, which copies no keys.
+    rows = queries.to(wide).reshape(batch, keys.shape[1], -1, size)
+    scores = (rows @ keys.to(wide).mT).mul_(scale).view(batch, heads, count, -1).masked_fill_(~visible, float("-inf"))
+    column = sinks.to(wide).view(1, heads, 1, 1).expand(batch, heads, count, 1)
+    shares = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    out = shares.reshape(batch, keys.shape[1], -1, keys.shape[2]) @ values.to(wide)
+    return out.view(queries.shape).to(queries.dtype)
 
 
 def _gumbel(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:

@@ -60,8 +60,18 @@ def _routed(logits: Tensor, count: int, first: int, last: int) -> tuple[Tensor, 
     return weights, logits.new_empty(shape, dtype=torch.int64)
 
 
-def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _mixed(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *activation: float,
+) -> Tensor:
     """Check the operands of experts; return an empty tensor like their result."""
+    del activation
     fits = x.dim() == 2 and gate_up.dim() == 3 and chosen.dim() == 2 and weights.shape == chosen.shape
     fits = fits and chosen.shape[0] == x.shape[0] and gate_up.shape[2] == x.shape[1]
     fits = fits and down.shape == (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
@@ -72,6 +82,11 @@ def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Te
             f"{tuple(gate_up.shape)}, down {tuple(down.shape)}; expected [T, H], [T, k] twice, [E, 2 I, H], [E, H, I]"
         ),
     )
+    for bias, stack in ((gate_up_bias, gate_up), (down_bias, down)):
+        expect(
+            bias is None or bias.shape == stack.shape[:2],
+            lambda: "a bias of experts has not the first two sizes of their weights; expected [E, 2 I] and [E, H]",
+        )
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

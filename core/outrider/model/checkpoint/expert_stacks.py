@@ -1,0 +1,178 @@
+"""Stacks of experts in the layouts of published checkpoints, read in the layout of the model.
+
+The model's stacks are [E, 2 I, H], with the gate's rows of an expert before those of up, and [E, H, I]. A stack of another
+layout is computed from the stored tensors while it is read, one expert at a time.
+
+Letters: E experts, H hidden size, I intermediate size of an expert, G groups of 32 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.files import CheckpointFiles, TensorFile, TensorSlice
+from outrider.model.config.model_config import ModelConfig
+
+STACKS = ("gate_up_proj", "down_proj")
+"""Names of the two stacks of a layer's experts; with the suffix ``_bias``, of their biases."""
+_BIAS, _BLOCKS, _SCALES = "_bias", "_blocks", "_scales"
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the numbers of 4 bits in MXFP4; the highest bit is the sign."""
+_GROUP_BYTES = 16
+"""Bytes of a group of 32 columns, which share a scale, in MXFP4."""
+_NOT_A_NUMBER = 255
+"""The e8m0 scale that is no number."""
+
+
+class _ComputedStack(TensorFile):
+    """A tensor [E, rows, columns] that is computed from other tensors of the file at ``file.path``, one matrix at a time.
+
+    ``matrix`` returns the matrix [rows, columns] of an expert, which ``dtype`` represents exactly.
+    """
+
+    def __init__(
+        self,
+        file: TensorFile,
+        name: str,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype | None,
+        matrix: Callable[[int], Tensor],
+    ) -> None:
+        super().__init__(file.path, {name: shape})
+        self._dtype, self.matrix = dtype, matrix
+
+    def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
+        count, rows, _ = self.shapes[name]
+        part = tensor_slice or TensorSlice(0, 0, rows)
+        if part.matrix is not None:
+            return self.matrix(part.matrix)[part.start : part.stop].unsqueeze(0)
+        return torch.stack([self.matrix(expert)[part.slices(2)] for expert in range(count)])
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        del name
+        return self._dtype
+
+
+def with_model_stacks(config: ModelConfig, files: CheckpointFiles) -> CheckpointFiles:
+    """Return ``files`` with the experts' stacks in the layout of the model.
+
+    Published Qwen3-VL-MoE checkpoints store each matrix of a stack transposed; those that transformers saves do not. All
+    gpt-oss checkpoints do unless they store MXFP4, and all alternate the columns of gate and up. Raises
+    :class:`CheckpointError` for tensors of MXFP4 that don't fit together.
+    """
+    if config.experts is not None and config.family == "qwen3_vl_moe":
+        return _with_transposed_pairs(config, files)
+    if config.experts is None or config.family != "gpt_oss":
+        return files
+    transposed = [key for key in files.tensors if key.endswith(STACKS) and len(files.shape(key)) == 3]
+    stacks: dict[str, _ComputedStack] = {key: _transposed(files, key) for key in transposed}
+    files = dequantized_stacks(files)
+    stacks |= {key: file for key, file in files.tensors.items() if isinstance(file, _ComputedStack)}
+    for key in files.tensors:
+        if key.endswith(tuple(f"{name}{_BIAS}" for name in STACKS)) and len(files.shape(key)) == 2:
+            stacks[key] = _column(files, key)
+    for key in (key for key in stacks if STACKS[0] in key):
+        stacks[key] = _halved(stacks[key], key)
+    return replace(files, tensors={**files.tensors, **stacks})
+
+
+def dequantized_stacks(files: CheckpointFiles) -> CheckpointFiles:
+    """Return ``files`` with a dequantized stack in place of each pair of MXFP4 blocks and scales.
+
+    Blocks are uint8 [E, rows, G, 16], with the lower column of two in the lower half of a byte. Scales are uint8 [E, rows,
+    G], the exponents of powers of two with a bias of 127. Raises :class:`CheckpointError` for other shapes and dtypes, and
+    for blocks or scales alone.
+    """
+    tensors = dict(files.tensors)
+    for key in files.tensors:
+        stem = key.removesuffix(_BLOCKS).removesuffix(_SCALES)
+        if stem == key or not stem.endswith(STACKS) or stem in tensors:
+            continue
+        pair = [f"{stem}{suffix}" for suffix in (_BLOCKS, _SCALES)]
+        missing = [each for each in pair if each not in files.tensors]
+        if missing:
+            raise CheckpointError(f"{files.origin}: has {shown(key)} and no {shown(missing[0])}; expected both (MXFP4)")
+        blocks, scales = (files.shape(each) for each in pair)
+        is_stored_so = all(files.dtype(each) == torch.uint8 for each in pair)
+        if not is_stored_so or len(blocks) != 4 or blocks != (*scales, _GROUP_BYTES):
+            found = " and ".join(f"{files.dtype_name(each)} {list(files.shape(each))}" for each in pair)
+            raise CheckpointError(
+                f"{files.tensors[key].path}: {shown(pair[0])} and its scales are {found}; expected uint8 [E, rows, G, 16] "
+                "and uint8 [E, rows, G] (MXFP4)"
+            )
+        tensors[stem] = _dequantized(files, stem)
+    stored = {f"{stem}{suffix}" for stem in tensors.keys() - files.tensors.keys() for suffix in (_BLOCKS, _SCALES)}
+    return replace(files, tensors={key: file for key, file in tensors.items() if key not in stored})
+
+
+def _dequantized(files: CheckpointFiles, stem: str) -> _ComputedStack:
+    blocks, scales = f"{stem}{_BLOCKS}", f"{stem}{_SCALES}"
+    count, rows, groups, _ = files.shape(blocks)
+
+    def matrix(expert: int) -> Tensor:
+        own = TensorSlice(0, 0, rows, expert)
+        exponents = files.tensors[scales].read_tensor(scales, own)[0]
+        if bool((exponents == _NOT_A_NUMBER).any()):
+            raise CheckpointError(f"{files.tensors[scales].path}: tensor {shown(scales)} has a scale that is no number (255)")
+        pairs = _pairs_of_bytes().index_select(0, files.tensors[blocks].read_tensor(blocks, own).flatten().to(torch.int32))
+        factors = exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)  # powers of two: the products are exact
+        return (pairs.view(rows, groups, -1) * factors.unsqueeze(-1)).flatten(1)
+
+    return _ComputedStack(files.tensors[blocks], stem, (count, rows, groups * 2 * _GROUP_BYTES), torch.bfloat16, matrix)
+
+
+def _pairs_of_bytes() -> Tensor:
+    """Return the two numbers of each byte [256, 2] in bfloat16, that of the lower half first."""
+    numbers = torch.tensor(_E2M1, dtype=torch.bfloat16)
+    signed, byte = torch.cat((numbers, -numbers)), torch.arange(256)
+    return torch.stack((signed[byte % 16], signed[byte // 16]), dim=1)
+
+
+def _transposed(files: CheckpointFiles, key: str) -> _ComputedStack:
+    """Return the stack ``key`` with each matrix transposed."""
+    file, (count, columns, rows) = files.tensors[key], files.shape(key)
+
+    def matrix(expert: int) -> Tensor:
+        return file.read_tensor(key, TensorSlice(0, 0, columns, expert))[0].T
+
+    return _ComputedStack(file, key, (count, rows, columns), files.dtype(key), matrix)
+
+
+def _column(files: CheckpointFiles, key: str) -> _ComputedStack:
+    """Return the biases ``key`` [E, rows] as a stack [E, rows, 1], which is sliced like the rows of a stack of weights."""
+    file, (count, rows) = files.tensors[key], files.shape(key)
+
+    def matrix(expert: int) -> Tensor:
+        return file.read_tensor(key, TensorSlice(0, expert, expert + 1)).reshape(-1, 1)
+
+    return _ComputedStack(file, key, (count, rows, 1), files.dtype(key), matrix)
+
+
+def _halved(stack: _ComputedStack, key: str) -> _ComputedStack:
+    """Return ``stack``, whose rows of gate and up alternate, with all rows of the gate before those of up."""
+
+    def matrix(expert: int) -> Tensor:
+        rows = stack.matrix(expert)
+        return torch.cat((rows[::2], rows[1::2]))
+
+    count, rows, columns = stack.shapes[key]
+    return _ComputedStack(stack, key, (count, rows, columns), stack.dtype(key), matrix)
+
+
+def _with_transposed_pairs(config: ModelConfig, files: CheckpointFiles) -> CheckpointFiles:
+    """Return ``files`` with both stacks of a layer transposed if their shapes are those of transposed ones."""
+    experts = config.experts
+    assert experts is not None  # the caller has checked
+    hidden, inner = config.hidden_size, experts.intermediate_size
+    shapes = [(experts.count, hidden, 2 * inner), (experts.count, inner, hidden)]  # one of the two isn't square
+    transposed = dict(files.tensors)
+    for key in files.tensors:
+        pair = [key.removesuffix(STACKS[0]) + stack for stack in STACKS]
+        if key == pair[0] and pair[1] in files.tensors and [files.shape(each) for each in pair] == shapes:
+            transposed |= {each: _transposed(files, each) for each in pair}
+    return replace(files, tensors=transposed)

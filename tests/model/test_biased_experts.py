@@ -1,0 +1,253 @@
+"""Attention with sinks and experts with biases (gpt-oss): both layouts of a checkpoint, ranks, engines, refusals."""
+
+import re
+import shutil
+
+import pytest
+import torch
+
+from model.test_decoder import PROMPT, agree, expect
+from model.test_mixtures import edited, nbytes, reshaped, without
+from outrider import Engine, SamplingParams
+from outrider.device import ConfigError, KernelSet, WrappedKernels
+from outrider.errors import CheckpointError
+from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
+from outrider.model.checkpoint.loading import header_bytes
+from outrider.registry import get_backend
+from outrider_proof.tiny import plain_config
+from tiny_checkpoints import rewrite, store_mxfp4, write_checkpoint, write_eagle3
+
+STEM = "model.layers.1.mlp.experts"
+NEW_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plain")
+    return path, write_checkpoint(path, "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mxfp4")
+    model = write_checkpoint(path, "gpt_oss", seed=1)
+    store_mxfp4(path, model)
+    return path, model
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("layout", ["plain", "mxfp4"])
+def test_tokens_and_logits_of_transformers(backend, request, layout, chunk):
+    agree(request.getfixturevalue(layout)[0], backend, request.getfixturevalue(layout)[1], chunk=chunk)
+
+
+def test_published_names_of_the_rope(tmp_path, backend, plain):
+    """``rope_scaling`` and ``rope_theta``, as published, and no ``swiglu_alpha``."""
+    path, reference = plain
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    rope = dict(reference.config.rope_parameters)
+    rewrite(tmp_path, rope_parameters=None, rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
+    assert (
+        plan_decoder(tmp_path, backend=backend, dtype=torch.float32).config
+        == load_decoder(path, backend=backend, dtype=torch.float32).config
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_sinks_in_a_wider_dtype_than_the_model(tmp_path, plain, device):
+    """They aren't read together with the tensors in the model's dtype."""
+    path, reference = plain
+    edited(path, tmp_path, lambda tensors: {key: t if "sinks" in key else t.bfloat16() for key, t in tensors.items()})
+    sinks = load_decoder(tmp_path, backend=get_backend(device), dtype=torch.bfloat16).weights.layers[1].sinks
+    assert torch.equal(sinks.cpu(), reference.model.layers[1].self_attn.sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp4_is_dequantized_exactly(backend, mxfp4, dtype):
+    path, reference = mxfp4
+    for own, theirs in zip(
+        load_decoder(path, backend=backend, dtype=dtype).weights.layers, reference.model.layers, strict=True
+    ):
+        rows = theirs.mlp.experts.gate_up_proj.mT
+        assert torch.equal(own.gate_up, torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1).to(dtype))
+        assert torch.equal(own.down, theirs.mlp.experts.down_proj.mT.to(dtype))
+        assert torch.equal(own.sinks, theirs.self_attn.sinks)
+        assert own.sinks.dtype is torch.float32
+
+
+def test_the_smallest_and_the_largest_scale(tmp_path, backend, mxfp4):
+    edited(mxfp4[0], tmp_path, lambda tensors: tensors | {f"{STEM}.down_proj_scales": scales_of(tensors, 0)})
+    down = load_decoder(tmp_path, backend=backend, dtype=torch.float32).weights.layers[1].down
+    assert 0 < down.abs()[down != 0].min() <= down.abs().max() == 6 * 2.0**-127
+    edited(mxfp4[0], tmp_path, lambda tensors: tensors | {f"{STEM}.down_proj_scales": scales_of(tensors, 252)})
+    assert load_decoder(tmp_path, backend=backend, dtype=torch.float32).weights.layers[1].down.max() == 6 * 2.0**125
+
+
+def scales_of(tensors, value):
+    return torch.full_like(tensors[f"{STEM}.down_proj_scales"], value)
+
+
+@pytest.mark.parametrize("divides", [False, True], ids=["slices", "divided"])
+@pytest.mark.parametrize("layout", ["plain", "mxfp4"])
+def test_ranks_hold_their_parts(backend, request, layout, divides):
+    path = request.getfixturevalue(layout)[0]
+    whole = load_decoder(path, backend=backend, dtype=torch.float32).weights.layers[1]
+    parts = []
+    for rank in range(2):
+        own = Shard(rank, 2)
+        shards = Shards(mlp=own, divides_experts=True) if divides else Shards(attention=own, mlp=own, vocabulary=own)
+        plan = plan_decoder(path, backend=backend, dtype=torch.float32, ranks=ModelRanks(shards))
+        loaded = plan.load()
+        assert plan.weight_bytes == sum(map(nbytes, (loaded.weights, *loaded.weights.layers)))
+        parts.append(loaded._layers[1].blocks[1].weights)
+        heads = loaded._layers[1].blocks[0].weights.sinks
+        assert torch.equal(heads, whole.sinks if divides else whole.sinks.chunk(2)[rank])
+    if divides:
+        joined = [torch.cat([getattr(part.biases, name) for part in parts]) for name in ("gate_up", "down")]
+        assert torch.equal(torch.cat([part.gate_up for part in parts]), whole.gate_up)
+        assert torch.equal(torch.cat([part.down for part in parts]), whole.down)
+    else:
+        joined = [gates_first([part.biases.gate_up for part in parts]), sum(part.biases.down for part in parts)]
+        assert torch.equal(gates_first([part.gate_up for part in parts]), whole.gate_up)
+        assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
+        assert not parts[1].biases.down.any()  # the sum over the ranks has it once
+    assert torch.equal(joined[0], whole.gate_up_bias)
+    assert torch.equal(joined[1], whole.down_bias)
+
+
+def gates_first(slices):
+    """The rows of all ranks' slices, those of the gates before those of up."""
+    return torch.cat([each.chunk(2, dim=1)[half] for half in range(2) for each in slices], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_that_headers_predict(backend, mxfp4, dtype):
+    plan = plan_decoder(mxfp4[0], backend=backend, dtype=dtype)
+    loaded = plan.load()
+    assert plan.weight_bytes == sum(map(nbytes, (loaded.weights, *loaded.weights.layers)))
+    drafted = plan_decoder(mxfp4[0].parent / mxfp4[0].name, backend=backend, dtype=dtype)
+    assert header_bytes(drafted, copy_of(mxfp4[0])) == plan.weight_bytes - sinks_bytes(loaded, dtype)
+
+
+def copy_of(path):
+    """Another directory with the same checkpoint."""
+    target = path.with_name(f"{path.name}-copy")
+    return shutil.copytree(path, target, dirs_exist_ok=True)
+
+
+def sinks_bytes(decoder, dtype):
+    """Bytes by which sinks in float32 exceed those in ``dtype``."""
+    return sum(layer.sinks.numel() * (4 - dtype.itemsize) for layer in decoder.weights.layers)
+
+
+@pytest.fixture(scope="module")
+def expected(mxfp4):
+    """Greedy tokens of transformers for prompts that are longer than the window and share a prefix."""
+    mxfp4[1].generation_config.eos_token_id = None
+    prompts = [PROMPT * 2, [*PROMPT, 4, 4], [9, 2, 9, 2, 9, 2, 9, 2, 9]]
+    return prompts, [tuple(expect(mxfp4[1], prompt, NEW_TOKENS)[0]) for prompt in prompts]
+
+
+def engines_tokens(engine, prompts):
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    return [result.token_ids for result in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("speculate", ["none", "ngram", "suffix", "draft-model", "eagle3"])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_engines_give_the_tokens_of_transformers(tmp_path, mxfp4, expected, device, speculate):
+    path, prompts = mxfp4[0], expected[0]
+    draft = {"draft-model": path, "eagle3": tmp_path}.get(speculate)
+    if speculate == "eagle3":
+        write_eagle3(tmp_path)
+    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16, draft_tokens=3)
+    engine = Engine.from_checkpoint(path, get_backend(device), draft_dir=draft, speculate=speculate, config=config)
+    assert engines_tokens(engine, prompts) == expected[1]
+    assert engines_tokens(engine, prompts) == expected[1]  # from the pages of the prefix cache
+    assert engine.stats.prefix_hits > 0
+    if speculate == "draft-model":
+        assert engine.stats.acceptance_length > 3  # it drafts for itself, three tokens at a time
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:kernels=host-plans", "sim:like=npu"])
+def test_other_kernels_give_the_tokens_of_transformers(mxfp4, expected, device):
+    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16, batch_invariant=device == "cpu")
+    engine = Engine.from_checkpoint(mxfp4[0], get_backend(device), speculate="ngram", config=config)
+    assert engines_tokens(engine, expected[0]) == expected[1]
+
+
+SCALES, BLOCKS = f"{STEM}.gate_up_proj_scales", f"{STEM}.gate_up_proj_blocks"
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "told"),
+    [
+        ("mxfp4", without(SCALES), f"has '{BLOCKS}' and no '{SCALES}'; expected both"),
+        ("mxfp4", without(BLOCKS), f"has '{SCALES}' and no '{BLOCKS}'; expected both"),
+        ("mxfp4", reshaped(SCALES, 4, 64, 1), "are uint8 [4, 64, 1, 16] and float32 [4, 64, 1]; expected uint8"),
+        (
+            "mxfp4",
+            lambda tensors: tensors | {SCALES: tensors[SCALES][:3].clone()},
+            "are uint8 [4, 64, 1, 16] and uint8 [3, 64, 1]; expected uint8",
+        ),
+        (
+            "mxfp4",
+            lambda tensors: tensors | {SCALES: torch.full_like(tensors[SCALES], 255)},
+            f"tensor '{SCALES}' has a scale that is no number",
+        ),
+        ("plain", without(f"{STEM}.down_proj"), f"missing: '{STEM}.down_proj' [4, 32, 32]"),
+        ("plain", reshaped(f"{STEM}.gate_up_proj", 4, 32, 60), "has shape [4, 60, 32], expected [4, 64, 32]"),
+        ("plain", reshaped(f"{STEM}.gate_up_proj_bias", 4, 60), "has shape [4, 60, 1], expected [4, 64, 1]"),
+        ("plain", without("model.layers.0.self_attn.sinks"), "missing: 'model.layers.0.self_attn.sinks' [4]"),
+        ("plain", without("model.layers.0.mlp.router.bias"), "missing: 'model.layers.0.mlp.router.bias' [4]"),
+    ],
+)
+def test_a_broken_checkpoint_names_the_tensor(tmp_path, backend, request, layout, change, told):
+    edited(request.getfixturevalue(layout)[0], tmp_path, change)
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+
+
+class Attends(KernelSet):
+    name = "attends"
+
+    def paged_attention(self, *operands, **named):
+        return super().paged_attention(*operands, **named)
+
+
+class MixesExperts(WrappedKernels):
+    name = "mixes"
+
+    def experts(self, *operands, **named):
+        return super().experts(*operands, **named)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "missing"),
+    [
+        (Attends(), "attention_sinks"),
+        (MixesExperts(KernelSet()), "expert_biases"),
+        (MixesExperts(Attends()), "attention_sinks and expert_biases"),
+        (WrappedKernels(Attends()), "attention_sinks"),
+        (MixesExperts(Attends()).batch_invariant(), "expert_biases"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_kernels_that_lack_an_operand_are_refused(backend, plain, kernels, missing):
+    told = rf"a gpt_oss model needs {missing}, which the kernels '{re.escape(kernels.name)}' don't take"
+    with pytest.raises(ConfigError, match=told):
+        plan_decoder(plain[0], backend=backend, dtype=torch.float32, kernels=kernels)
+    loaded = load_decoder(plain[0], backend=backend, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=told):
+        type(loaded)(loaded.config, loaded.weights, kernels)
+
+
+def test_kernels_that_declare_an_operand_are_taken(backend, plain):
+    class Declares(Attends):
+        optional_operands = KernelSet.optional_operands
+
+        def paged_attention(self, *operands, **named):
+            return super().paged_attention(*operands, **named)
+
+    for kernels in (KernelSet(), Declares(), WrappedKernels(Declares()), Attends().batch_invariant()):
+        assert plan_decoder(plain[0], backend=backend, dtype=torch.float32, kernels=kernels).kernels is kernels
