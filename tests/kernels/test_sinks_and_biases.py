@@ -31,18 +31,18 @@ def normal(*shape, seed, scale=1.0):
     [{}, {"new": 3, "tree": 1}, {"window": 9, "context": 90}, {"context": 300, "new": 1, "batch": 1, "padding": 0}],
     ids=["chain", "tree", "window", "split"],
 )
-def test_the_kits_problems_of_sinks(kernels, invariant, change):
+def test_the_kits_problems_of_sinks(kernels, invariant, change, device):
     kernels = kernels.batch_invariant() if invariant else kernels
     for name in ("paged_attention, attention_sinks", "attention_block, attention_sinks"):
-        check_kernels(kernels, small(name, torch.float16, **change))
+        check_kernels(kernels, small(name, torch.float16, **change), device)
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("change", [{}, {"tokens": 1}, {"tokens": 40, "held": 2}], ids=["few", "one", "sorted"])
-def test_the_kits_problems_of_biases(kernels, invariant, change):
+def test_the_kits_problems_of_biases(kernels, invariant, change, device):
     kernels = kernels.batch_invariant() if invariant else kernels
-    check_kernels(kernels, small("experts, expert_biases", torch.float16, **change))
-    check_kernels(kernels, small("experts_block, expert_biases", torch.float16, **change | {"held": 0}))
+    check_kernels(kernels, small("experts, expert_biases", torch.float16, **change), device)
+    check_kernels(kernels, small("experts_block, expert_biases", torch.float16, **change | {"held": 0}), device)
 
 
 @pytest.mark.parametrize("split", [1, 2, 8])

@@ -63,7 +63,8 @@ def gpt_oss(hf: HfConfig) -> dict[str, Any]:
         per_token=hf.num_experts_per_tok,
         intermediate_size=hf.intermediate_size,
         renormalize=True,
-        biases=ClampedActivation(float(hf.swiglu_limit), float(hf.swiglu_alpha)),
+        # Older releases of transformers have no field for the factor, which all published checkpoints share.
+        biases=ClampedActivation(float(hf.swiglu_limit), float(getattr(hf, "swiglu_alpha", 1.702))),
     )
     return {
         "attention_bias": hf.attention_bias,
