@@ -365,6 +365,7 @@ def test_other_calls_are_composed(kernels, compositions):
 def test_other_layers_are_composed(kernels, monkeypatch):
     batch = Batch()
     assert not kernels.is_native("attention_block", replace(batch.attention, qkv_bias=drawn(10 * SIZE)))
+    assert not kernels.is_native("attention_block", replace(batch.attention, sinks=drawn(6)))
     assert not kernels.is_native("mlp_block", replace(batch.mlp, down=drawn(HIDDEN, INNER)))
     wider = blocks("Q8_0", 2 * HIDDEN, INNER)
     assert not kernels.is_native("mlp_block", replace(batch.mlp, down=wider)), "its product is added to the input"

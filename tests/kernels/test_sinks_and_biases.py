@@ -10,11 +10,14 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from conformance.small_problems import small
 from kernels.devices import DEVICES
 from kernels.test_prompt_attention import batch, device_of, operands
-from outrider.device import ClampedActivation, ExpertBiases, KernelSet
-from outrider_conformance.random_kernels.kernels import check_kernels
+from kernels.test_quantized_layers import attention
+from outrider.device import AttentionMetadata, ClampedActivation, ExpertBiases, KernelSet
+from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels
+from outrider_conformance.random_kernels.problem import RandomValues
 from outrider_triton.attention import operators
 from outrider_triton.attention import prefill as prefill_attention
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.quantized import nibble_planes
 from outrider_triton.tiles.configs import LARGE_M
 
 REFERENCE = KernelSet()
@@ -35,6 +38,24 @@ def test_the_kits_problems_of_sinks(kernels, invariant, change, device):
     kernels = kernels.batch_invariant() if invariant else kernels
     for name in ("paged_attention, attention_sinks", "attention_block, attention_sinks"):
         check_kernels(kernels, small(name, torch.float16, **change), device)
+
+
+@pytest.mark.parametrize("corner", [0, 2])
+def test_sinks_before_a_quantised_product(kernels, corner):
+    """Attention is deferred with the product, and may write its rows in the product's layout."""
+    drawn = KERNELS["attention_block, int4"]
+    check_kernels(kernels, drawn.make(drawn.corners[corner], torch.float16, RandomValues(corner), has_sinks=True))
+
+
+def test_rows_in_the_layout_of_the_next_product_have_sinks(kernels):
+    *given, metadata = attention(1, 2)
+    sinks = torch.linspace(-2.0, 3.0, given[0].shape[1], device=given[0].device)
+    layout = nibble_planes.NIBBLE_PLANES
+    call = prefill_attention.PrefillOperands(*given, metadata, 0.1, 0, sinks)
+    made = kernels.attention._joined(call, layout, {layout})
+    plain = kernels.paged_attention(*given, metadata, scale=0.1, sinks=sinks)
+    assert made.in_planes
+    assert torch.equal(made.x, nibble_planes.permute_rows(plain.flatten(1), kernels.pdl, layout))
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
@@ -87,8 +108,17 @@ def test_prompts_and_decoding_requests_in_one_batch(kernels, device):
     given = operands(new=(70, 1), context=(0, 30), device=device)
     operand, sinks = (given.q, given.k_cache, given.v_cache), SINKS.to(device)
     made = kernels.paged_attention(*operand, given.metadata, scale=0.3, sinks=sinks)
-    exact = (each.double() for each in operand)
+    exact = [each.double() for each in operand]
     wanted = REFERENCE.paged_attention(*exact, given.metadata, scale=0.3, sinks=sinks.double())
+    whole, starts = given.metadata, torch.tensor([0, 70, 0, 1], dtype=torch.int32, device=device).view(2, 2)
+    parts = [
+        (tokens, AttentionMetadata(start, lens, table, tokens, whole.max_kv))
+        for tokens, start, lens, table in zip(
+            (70, 1), starts, whole.seq_lens.split(1), whole.block_table.split(1), strict=True
+        )
+    ]
+    divided = kernels.paged_attention(*operand, AttentionMetadata.concatenated(*parts), scale=0.3, sinks=sinks)
+    torch.testing.assert_close(divided.double(), wanted, rtol=4e-3, atol=4e-3)
     assert kernels.attention.prompts.serves(given.q, given.metadata)
     torch.testing.assert_close(made.double(), wanted, rtol=4e-3, atol=4e-3)
 

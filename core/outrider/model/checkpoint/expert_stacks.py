@@ -112,25 +112,26 @@ def dequantized_stacks(files: CheckpointFiles) -> CheckpointFiles:
 
 def _dequantized(files: CheckpointFiles, stem: str) -> _ComputedStack:
     blocks, scales = f"{stem}{_BLOCKS}", f"{stem}{_SCALES}"
-    count, rows, groups, _ = files.shape(blocks)
+    (count, rows, groups, _), pairs_of_bytes = files.shape(blocks), _pairs_of_bytes()
 
     def matrix(expert: int) -> Tensor:
         own = TensorSlice(0, 0, rows, expert)
         exponents = files.tensors[scales].read_tensor(scales, own)[0]
         if bool((exponents == _NOT_A_NUMBER).any()):
             raise CheckpointError(f"{files.tensors[scales].path}: tensor {shown(scales)} has a scale that is no number (255)")
-        pairs = _pairs_of_bytes().index_select(0, files.tensors[blocks].read_tensor(blocks, own).flatten().to(torch.int32))
+        stored = files.tensors[blocks].read_tensor(blocks, own).flatten().to(torch.int32)
+        numbers = pairs_of_bytes.index_select(0, stored).view(torch.bfloat16).view(rows, groups, -1)
         factors = exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)  # powers of two: the products are exact
-        return (pairs.view(rows, groups, -1) * factors.unsqueeze(-1)).flatten(1)
+        return numbers.mul_(factors.unsqueeze(-1)).flatten(1)
 
     return _ComputedStack(files.tensors[blocks], stem, (count, rows, groups * 2 * _GROUP_BYTES), torch.bfloat16, matrix)
 
 
 def _pairs_of_bytes() -> Tensor:
-    """Return the two numbers of each byte [256, 2] in bfloat16, that of the lower half first."""
+    """Return the two numbers of each byte, that of the lower half first, in bfloat16 in one int32 [256]."""
     numbers = torch.tensor(_E2M1, dtype=torch.bfloat16)
     signed, byte = torch.cat((numbers, -numbers)), torch.arange(256)
-    return torch.stack((signed[byte % 16], signed[byte // 16]), dim=1)
+    return torch.stack((signed[byte % 16], signed[byte // 16]), dim=1).view(torch.int32).flatten()
 
 
 def _transposed(files: CheckpointFiles, key: str) -> _ComputedStack:
