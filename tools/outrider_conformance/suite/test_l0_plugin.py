@@ -259,8 +259,8 @@ def test_what_is_preferred_is_declared(backend: Backend) -> None:
 
 @promise(
     "Capabilities.quantized_formats",
-    "Formats of quantised weights for which the backend has its own kernels "
-    "(``KernelSet.linear_quantized``). Models in these formats are loaded by default.",
+    "Formats of quantised weights in which models are loaded by default: those of the backend's own kernels "
+    "(``KernelSet.linear_quantized``), or all, if the torch references are its kernels.",
 )
 def test_formats_that_are_declared_exist(backend: Backend) -> None:
     """The declared formats of quantised weights are a set of names of the backend interface."""
