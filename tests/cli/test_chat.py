@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bundled import bundled
+from outrider.cli.options.option_records import read_messages
 from outrider.model.media.chat_template import ChatTemplate
 
 TEMPLATE = (
@@ -309,3 +310,14 @@ def test_a_person_at_a_terminal(outrider, checkpoint, monkeypatch):
     assert result.code == 0
     assert result.err.count("/reset forgets the conversation") == 3
     assert len(result.out.strip()) > 0
+
+
+def test_arguments_of_calls_are_objects_for_the_template(tmp_path):
+    """OpenAI's API has them as JSON text, an empty one for none; other text, and objects, stay."""
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": text}} for text in ('{"a": [1]}', "", "[1]", {"b": 2})
+    ]
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    (tmp_path / "said.json").write_text(json.dumps(said))
+    _, message = read_messages(tmp_path / "said.json")
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [{"a": [1]}, {}, "[1]", {"b": 2}]

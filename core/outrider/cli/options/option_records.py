@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -369,6 +370,7 @@ def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
         where = f"{path}: message {index}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(f"{where} is {shown(message)}; expected an object with a role and its content")
+        _decode_arguments(message.get("tool_calls"))
         content = message.get("content")
         if content in (None, "") and message["role"] == "assistant":
             continue  # it may call tools instead
@@ -385,3 +387,13 @@ def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
         if parts and all(part["type"] == "text" for part in parts):  # many templates read no list
             message["content"] = "\n".join(part["text"] for part in parts)
     return tuple(found)
+
+
+def _decode_arguments(calls: Any) -> None:
+    """Replace the arguments of tool calls that are JSON text, as in OpenAI's API, by the objects that templates expect."""
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(function["arguments"].strip() or "{}")
+                function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
