@@ -47,30 +47,18 @@ HfConfig = Any
 
 def mixtral(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a Mixtral config: every layer is a mixture, and ``intermediate_size`` is that of an expert."""
-    experts = ExpertsConfig(
-        count=hf.num_local_experts,
-        per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        renormalize=True,
-    )
-    return {"experts": experts, "windows": one_window(hf, hf.sliding_window)}
+    return {"experts": _experts_of_all_layers(hf), "windows": one_window(hf, hf.sliding_window)}
 
 
 def gpt_oss(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a gpt-oss config: attention with sinks and biases, and experts with biases in every layer."""
-    experts = ExpertsConfig(
-        count=hf.num_local_experts,
-        per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        renormalize=True,
-        # Older releases of transformers have no field for the factor, which all published checkpoints share.
-        biases=ClampedActivation(float(hf.swiglu_limit), float(getattr(hf, "swiglu_alpha", 1.702))),
-    )
+    # Older releases of transformers have no field for the factor, which all published checkpoints share.
+    activation = ClampedActivation(float(hf.swiglu_limit), float(getattr(hf, "swiglu_alpha", 1.702)))
     return {
         "attention_bias": hf.attention_bias,
         "output_bias": hf.attention_bias,
         "attention_sinks": True,
-        "experts": experts,
+        "experts": _experts_of_all_layers(hf, biases=activation),
         "windows": layer_windows(hf),
     }
 
@@ -95,6 +83,17 @@ def qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a Qwen3-VL-MoE config. Its routing weights are always normalized, whatever the config says."""
     experts = experts_of(hf, shared=0)
     return qwen3(hf) | {"experts": experts and replace(experts, renormalize=True)}
+
+
+def _experts_of_all_layers(hf: HfConfig, *, biases: ClampedActivation | None = None) -> ExpertsConfig:
+    """Return the mixture of every layer of a model whose ``intermediate_size`` is that of an expert."""
+    return ExpertsConfig(
+        count=hf.num_local_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        renormalize=True,
+        biases=biases,
+    )
 
 
 def experts_of(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
