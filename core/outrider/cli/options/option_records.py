@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -394,6 +393,6 @@ def _decode_arguments(calls: Any) -> None:
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(function["arguments"].strip() or "{}")
-                function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+            from outrider.model.media.chat_template import call_arguments
+
+            function["arguments"] = call_arguments(function["arguments"])

@@ -1,9 +1,10 @@
-"""ChatTemplate: renders the messages of a conversation to prompt tokens with the checkpoint's own template."""
+"""ChatTemplate: renders messages to prompt tokens with the template of a checkpoint. Also reads the JSON of messages."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
@@ -21,6 +22,8 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE_KEY = "chat_template"
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
 """Names that transformers gives to the template without tools and to the template with tools."""
+_MAX_DEPTH = 200
+"""Maximum nesting of a JSON object. pydantic can write out 255 levels."""
 
 
 class ChatTemplate:
@@ -237,3 +240,40 @@ def _tokenizer(directory: Path) -> Any:
         raise CheckpointError(
             f"{directory}: its tokenizer can't be read for chats: {type(error).__name__}: {one_line(str(error))}"
         ) from error
+
+
+# -- JSON of messages ------------------------------------------------------------------------------------------------
+
+
+def check_json(value: Any) -> Any:
+    """Return ``value``. Raises ValueError for a number in it that JSON lacks, and for too much nesting."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise ValueError("a number is NaN or infinite, which isn't JSON")
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that ``text`` is, or None for other text, numbers that aren't finite, and too much nesting."""
+    try:
+        value = check_json(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def call_arguments(text: str) -> Any:
+    """Return the arguments of a tool call as an object, which chat templates expect. An empty text stands for no arguments.
+    Text that is no JSON object is returned unchanged.
+    """
+    arguments = read_object(text.strip() or "{}")
+    return text if arguments is None else arguments

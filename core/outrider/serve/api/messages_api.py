@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from outrider.errors import shown
+from outrider.model.media.chat_template import read_object
 from outrider.serve.api.conversation import (
     BlockStep,
     Conversation,
@@ -29,7 +30,7 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_object, thinking_variables
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, thinking_variables
 from outrider.serve.api.responses import (
     MESSAGES_PATH,
     ApiError,

@@ -16,10 +16,10 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
-from outrider.model.media.chat_template import ChatTemplate
+from outrider.model.media.chat_template import ChatTemplate, call_arguments
 from outrider.model.media.vision import decode_image
 from outrider.serve.api.model_formats import ModelFormat, choose_format
-from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, read_object, thinking_variables
+from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart, thinking_variables
 from outrider.serve.api.responses import bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
 
@@ -249,7 +249,7 @@ class PromptBuilder:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                    "function": {"name": call.function.name, "arguments": call_arguments(call.function.arguments)},
                 }
                 for call in message.tool_calls
             ]
@@ -307,14 +307,6 @@ def _decode_data_url(url: str, field: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise bad_request(f"the image's base64 can't be read: {error}", field) from error
-
-
-def _arguments(text: str) -> Any:
-    """Return the arguments of a tool call as an object, which chat templates expect. An empty text stands for no arguments.
-    Text that is no JSON object is returned unchanged.
-    """
-    arguments = read_object(text.strip() or "{}")
-    return text if arguments is None else arguments
 
 
 def _check_response_template(template: Mapping[str, Any]) -> None:

@@ -7,8 +7,6 @@ because each error takes more memory than the item.
 
 from __future__ import annotations
 
-import json
-import math
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -19,6 +17,7 @@ from outrider.device import ConfigError
 from outrider.engine import Guide, JsonObject, JsonSchema
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.errors import shown
+from outrider.model.media.chat_template import check_json
 from outrider.serve.api.responses import bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
 
@@ -26,8 +25,6 @@ _MAX_INT32 = 2**31 - 1
 _MAX_PROMPTS = 65536
 MAX_MESSAGES = 4096
 """Maximum number of messages of a conversation: checking one takes some 30 microseconds on the event loop."""
-_MAX_DEPTH = 200
-"""Maximum nesting of a JSON object. pydantic can write out 255 levels."""
 _ShortText = Annotated[str, Field(max_length=4096)]
 _StopString = Annotated[str, Field(max_length=1024)]  # the engine compares it with the text for each token
 T = TypeVar("T")
@@ -35,32 +32,7 @@ ListOf = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong item ends the validation."""
 
 
-def _check_object(value: Any) -> Any:
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
-            raise ValueError("a number is NaN or infinite, which isn't JSON")
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return value
-    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
-
-
-def read_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that ``text`` is, or None for other text, numbers that aren't finite, and too much nesting."""
-    try:
-        value = _check_object(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-NestedObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
+NestedObject = Annotated[dict[str, Any], AfterValidator(check_json)]
 """A JSON object of any content."""
 
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from outrider.model.media.chat_template import read_object
 from outrider.serve.api.conversation import (
     BlockStep,
     Conversation,
@@ -33,7 +34,7 @@ from outrider.serve.api.conversation import (
     image_part,
     text_part,
 )
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject, read_object
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
 from outrider.serve.api.responses import (
     SERVER,
     ApiError,
