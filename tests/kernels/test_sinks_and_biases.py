@@ -41,14 +41,15 @@ def test_the_kits_problems_of_sinks(kernels, invariant, change, device):
 
 
 @pytest.mark.parametrize("corner", [0, 2])
-def test_sinks_before_a_quantised_product(kernels, corner):
+def test_sinks_before_a_quantised_product(kernels, corner, device):
     """Attention is deferred with the product, and may write its rows in the product's layout."""
     drawn = KERNELS["attention_block, int4"]
-    check_kernels(kernels, drawn.make(drawn.corners[corner], torch.float16, RandomValues(corner), has_sinks=True))
+    check_kernels(kernels, drawn.make(drawn.corners[corner], torch.float16, RandomValues(corner), has_sinks=True), device)
 
 
-def test_rows_in_the_layout_of_the_next_product_have_sinks(kernels):
-    *given, metadata = attention(1, 2)
+def test_rows_in_the_layout_of_the_next_product_have_sinks(kernels, device):
+    with device:
+        *given, metadata = attention(1, 2)
     sinks = torch.linspace(-2.0, 3.0, given[0].shape[1], device=given[0].device)
     layout = nibble_planes.NIBBLE_PLANES
     call = prefill_attention.PrefillOperands(*given, metadata, 0.1, 0, sinks)
