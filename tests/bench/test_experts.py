@@ -36,6 +36,16 @@ def test_random_weights_have_experts_and_their_head_has_none():
     assert head.config.experts is None
 
 
+def test_random_biases_are_zeros():
+    """Others would make all tokens alike, which then choose the same experts."""
+    biased = replace(SHAPES["tiny"], attention_bias=True, output_bias=True, mlp_bias=True)
+    for layer in random_decoder(biased, backend=tiny.BACKEND, dtype=torch.float32).weights.layers:
+        biases = (layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias)
+        assert not any(bias.any() for bias in biases)
+        assert (layer.attention_norm == 1).all()
+        assert layer.gate_up.any()
+
+
 def test_a_random_head_of_a_hybrid_target_has_attention_without_a_gate():
     head = random_eagle(random_decoder(HYBRID, backend=tiny.BACKEND, dtype=torch.float32), backend=tiny.BACKEND)
     assert (head.config.recurrent, head.config.attention_gate, head.config.norm_offset) == (None, False, 0.0)

@@ -203,7 +203,11 @@ def _random_weights(
     shards: Shards,
     quantization: RandomQuantization | None,
 ) -> dict[str, Weight]:
-    """Return norms of ones, and matrices that keep the scale of their input; replicated weights agree on all ranks."""
+    """Return norms of ones, biases of zeros, and matrices that keep the scale of their input; replicated weights agree on all
+    ranks.
+
+    With other biases all tokens would become alike, and choose the same experts.
+    """
     own = torch.Generator(device).manual_seed(seed + _SEEDS_PER_RANK * shards.mlp.rank)
     shared = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Weight] = {}
@@ -221,7 +225,9 @@ def _random_weights(
             weights[target.name] = made
             continue
         weight = torch.empty((unquantized, *target.shape[1:]), dtype=stored, device=device)
-        if weight.dim() == 1:
+        if target.name.endswith("_bias"):
+            weight.zero_()
+        elif weight.dim() == 1:
             weight.fill_(1.0)
         else:
             weight.normal_(generator=generator).mul_(columns**-0.5)
