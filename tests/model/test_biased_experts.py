@@ -9,7 +9,8 @@ import torch
 from model.test_decoder import PROMPT, agree, expect
 from model.test_mixtures import edited, nbytes, reshaped, without
 from outrider import Engine, SamplingParams
-from outrider.device import ConfigError, KernelSet, WrappedKernels
+from outrider.device import Capabilities, ConfigError, KernelSet, WrappedKernels
+from outrider.device.kernels.reference.model import dequantize
 from outrider.errors import CheckpointError
 from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.checkpoint.loading import header_bytes
@@ -65,9 +66,8 @@ def test_sinks_in_a_wider_dtype_than_the_model(tmp_path, plain, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_mxfp4_is_dequantized_exactly(backend, mxfp4, dtype):
     path, reference = mxfp4
-    for own, theirs in zip(
-        load_decoder(path, backend=backend, dtype=dtype).weights.layers, reference.model.layers, strict=True
-    ):
+    loaded = load_decoder(path, backend=backend, dtype=dtype, quantized="dequantize")
+    for own, theirs in zip(loaded.weights.layers, reference.model.layers, strict=True):
         rows = theirs.mlp.experts.gate_up_proj.mT
         assert torch.equal(own.gate_up, torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1).to(dtype))
         assert torch.equal(own.down, theirs.mlp.experts.down_proj.mT.to(dtype))
@@ -75,12 +75,36 @@ def test_mxfp4_is_dequantized_exactly(backend, mxfp4, dtype):
         assert own.sinks.dtype is torch.float32
 
 
-def test_the_smallest_and_the_largest_scale(tmp_path, backend, mxfp4):
-    edited(mxfp4[0], tmp_path, lambda tensors: tensors | {f"{STEM}.down_proj_scales": scales_of(tensors, 0)})
-    down = load_decoder(tmp_path, backend=backend, dtype=torch.float32).weights.layers[1].down
-    assert 0 < down.abs()[down != 0].min() <= down.abs().max() == 6 * 2.0**-127
-    edited(mxfp4[0], tmp_path, lambda tensors: tensors | {f"{STEM}.down_proj_scales": scales_of(tensors, 252)})
-    assert load_decoder(tmp_path, backend=backend, dtype=torch.float32).weights.layers[1].down.max() == 6 * 2.0**125
+def values(weight, dtype=torch.float32):
+    """The dequantized values of a weight."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return dequantize(weight.data, weight.scales, None, weight.format, weight.block, weight.shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_mxfp4_stays_packed(mxfp4, device, dtype):
+    """4.25 bits of a value, which is that of transformers; the biases are tensors."""
+    path, reference = mxfp4
+    loaded = load_decoder(path, backend=get_backend(device), dtype=dtype)
+    for own, theirs in zip(loaded.weights.layers, reference.model.layers, strict=True):
+        rows = theirs.mlp.experts.gate_up_proj.mT
+        wanted = torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1), theirs.mlp.experts.down_proj.mT
+        for weight, right in zip((own.gate_up, own.down), wanted, strict=True):
+            assert weight.scales.dtype is torch.float8_e8m0fnu
+            assert weight.nbytes == right.numel() * 17 // 32
+            assert torch.equal(values(weight, dtype).cpu().view(right.shape), right.to(dtype))
+        assert torch.equal(own.down_bias.cpu(), theirs.mlp.experts.down_proj_bias.to(dtype))
+
+
+@pytest.mark.parametrize("scale", [0, 252])
+@pytest.mark.parametrize("mode", ["kernels", "dequantize"])
+def test_the_smallest_and_the_largest_scale(tmp_path, backend, mxfp4, mode, scale):
+    edited(mxfp4[0], tmp_path, lambda tensors: tensors | {f"{STEM}.down_proj_scales": scales_of(tensors, scale)})
+    down = load_decoder(tmp_path, backend=backend, dtype=torch.bfloat16, quantized=mode).weights.layers[1].down
+    sizes = values(down, torch.bfloat16).double().abs()
+    assert (sizes[sizes != 0].min(), sizes.max()) == (0.5 * 2.0 ** (scale - 127), 6 * 2.0 ** (scale - 127))
 
 
 def scales_of(tensors, value):

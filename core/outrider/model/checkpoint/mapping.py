@@ -29,6 +29,7 @@ from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
+from outrider.model.quantization.storages import PACKED
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
 """Format of heads of multi-token prediction by the prefix of their tensors' names."""
@@ -343,7 +344,8 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
     experts = config.experts
     if experts is None:
         return
-    stacks = {key.rpartition(".")[0] for key in tensors if key.endswith(STACKS)}
+    names = (key.removesuffix(f".{PACKED}") for key in tensors)
+    stacks = {name.rpartition(".")[0] for name in names if name.endswith(STACKS)}
     layers = config.num_layers - len(experts.dense_layers) - len(stacks)
     if layers * experts.count > len(tensors):
         raise CheckpointError(
