@@ -230,6 +230,14 @@ def test_what_is_written_is_read_back(name):
     (group,) = QuantizationConfig.model_validate(compressed_config(format, ["lm_head"])).config_groups.values()
     library = BaseCompressor.get_value_from_registry(group.format).decompress(dict(tensors), group)["weight"]
     assert torch.equal(library, value(made).float())
-    steps = spread(made.scales, made.block, made.shape)
-    steps = steps * value(made).div(steps).abs().clamp(min=1) / 8 if format.elements.is_float else steps
-    assert ((value(made) - weight).abs() <= 0.5001 * steps).all()
+    scales = spread(made.scales.double(), made.block, made.shape)
+    size, steps = value(made).abs(), scales
+    if format.elements.is_float:
+        steps = scales * (size / scales).clamp(min=1) / (2 if format.elements.bits == 4 else 8)
+    error = (value(made) - weight).abs()
+    if format.power_scales:  # the scale may be too small for the largest numbers of a block
+        is_largest = size == 6 * scales
+        assert ((size < weight.abs())[is_largest]).any()
+        assert (weight.abs() < 8 * scales).all()
+        error = error.where(~is_largest | (weight.abs() < size), 0)
+    assert (error <= 0.5001 * steps).all()

@@ -15,7 +15,7 @@ from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.jit.large_m_gates import GROUP
 from outrider_triton.products.streamed import descriptor
 from outrider_triton.quantized.activations import activation_dtype, quantized_rows
-from outrider_triton.quantized.plan import TRITON_FORMATS
+from outrider_triton.quantized.plan import TRITON_FORMATS, kernel_scales
 from outrider_triton.tiles.configs import MatmulConfig
 
 _PREFETCHED_BYTES = 24 << 20
@@ -339,6 +339,10 @@ def _experts_quantized(
     outputs: list[int],
     pdl: bool,
     summed: bool = True,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
+    alpha: float = 0.0,
 ) -> Tensor:
     """Compute all experts with quantised weights.
 
@@ -356,7 +360,7 @@ def _experts_quantized(
     gate_stack = gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block
     stacks = gate_stack, (down, down_scales, down_zeros, down_input, down_block)
 
-    def multiply(rows: Tensor, out: Tensor, place: int) -> None:
+    def multiply(rows: Tensor, out: Tensor, place: int, bias: Tensor | None) -> None:
         stack, scales, zeros, input_scale, block = stacks[place]
         (n, k), x_scales, groups = (out.shape[1], rows.shape[1]), None, 1
         group = activation_group if activation_group < k else 0
@@ -369,7 +373,8 @@ def _experts_quantized(
         launch(
             jit.expert_quantized,
             (triton.cdiv(n, tiling.block_n), blocks),
-            *(rows, x_scales, registered.kernel_data(stack, native=native[place]), scales, zeros),
+            *(rows, x_scales, registered.kernel_data(stack, native=native[place])),
+            *(kernel_scales(scales), zeros, bias),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
             BY_PAIR=bool(place),
             **registered.launch_constants,
@@ -385,8 +390,14 @@ def _experts_quantized(
             pdl=pdl,
         )
 
-    multiply(x, gate_and_up, 0)
-    multiply(torch.ops.outrider.silu_mul.triton(gate_and_up, pdl), parts, 1)
+    multiply(x, gate_and_up, 0, gate_up_bias)
+    if gate_up_bias is None:
+        activated = torch.ops.outrider.silu_mul.triton(gate_and_up, pdl)
+    else:
+        activated, block = x.new_empty((pairs, inner)), min(power_of_two(inner), 1024)
+        grid = pairs, triton.cdiv(inner, block)
+        launch(jit.clamped_mul, grid, gate_and_up, activated, inner, LIMIT=limit, ALPHA=alpha, BLOCK=block, pdl=pdl)
+    multiply(activated, parts, 1, down_bias)
     return sum_expert_rows(parts, chosen, x, pdl) if summed else parts.view(*chosen.shape, hidden)
 
 

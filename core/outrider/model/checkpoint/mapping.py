@@ -444,6 +444,8 @@ def stack_experts(experts: ExpertsConfig, fields: dict[str, Any]) -> dict[str, A
     """
     stacks = {key: fields[key] for key in ("gate_up", "down")}
     biases = {key: fields[key] for key in ("gate_up_bias", "down_bias") if key in fields}
+    if biases and not isinstance(stacks["down"], Tensor):  # zeros on a rank that doesn't add the bias
+        biases.setdefault("down_bias", biases["gate_up_bias"].new_zeros(stacks["down"].shape[0]))
     return (
         fields
         | {
