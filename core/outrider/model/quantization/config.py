@@ -505,8 +505,8 @@ _AUTO_ROUND_LAYOUTS = MappingProxyType({"auto_gptq": "gptq", "gptqmodel": "gptq_
 """Layouts of AutoRound's packed words, by its names of them."""
 
 
-def _mxfp4(config: Mapping[str, Any]) -> FindScheme:
-    """Return no scheme for every module: only stacks of experts are MXFP4 (:attr:`Quantization.stacks`)."""
+def _only_stacks(config: Mapping[str, Any]) -> FindScheme:
+    """Return no scheme for every module: only stacks of experts are quantized (:attr:`Quantization.stacks`)."""
     del config
     return lambda module: None
 
@@ -525,6 +525,6 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], FindScheme]] = MappingProxy
         "modelopt": _modelopt,
         "auto-round": _auto_round,
         "intel/auto-round": _auto_round,
-        "mxfp4": _mxfp4,
+        **dict.fromkeys(_STACK_SCHEMES, _only_stacks),
     }
 )
