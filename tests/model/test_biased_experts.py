@@ -9,12 +9,13 @@ import torch
 from model.test_decoder import PROMPT, agree, expect
 from model.test_mixtures import edited, nbytes, reshaped, without
 from outrider import Engine, SamplingParams
-from outrider.device import Capabilities, ConfigError, KernelSet, WrappedKernels
+from outrider.device import Capabilities, ConfigError, KernelSet, QuantizedWeight, WrappedKernels
 from outrider.device.kernels.reference.model import dequantize
 from outrider.errors import CheckpointError
 from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.checkpoint.loading import header_bytes
 from outrider.registry import get_backend
+from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import rewrite, store_mxfp4, write_checkpoint, write_eagle3
 
@@ -96,6 +97,30 @@ def test_mxfp4_stays_packed(mxfp4, device, dtype):
             assert weight.nbytes == right.numel() * 17 // 32
             assert torch.equal(values(weight, dtype).cpu().view(right.shape), right.to(dtype))
         assert torch.equal(own.down_bias.cpu(), theirs.mlp.experts.down_proj_bias.to(dtype))
+
+
+class WithoutFloats(CpuBackend):
+    """A backend whose kernels don't multiply 4-bit floats."""
+
+    capabilities = Capabilities(host_writes_memory=True, quantized_formats=frozenset({"fp8"}))
+
+
+def test_a_backend_without_kernels_for_mxfp4(mxfp4, expected):
+    """The experts are dequantized while they are loaded, and the engine says so; in mode ``reference`` they stay packed."""
+    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16)
+    for mode, is_packed, told in (
+        (
+            "kernels",
+            False,
+            "quantized dequantize (the experts are mxfp4, for which there are no kernels: they are plain now)",
+        ),
+        ("reference", True, "quantized fp4 per channel in 6 weights (the checkpoint's; multiplied by the torch reference"),
+    ):
+        plan = plan_decoder(mxfp4[0], backend=WithoutFloats(), dtype=torch.float32, quantized=mode)
+        assert isinstance(plan.load().weights.layers[0].down, QuantizedWeight) is is_packed
+        engine = Engine.from_checkpoint(mxfp4[0], WithoutFloats(), speculate="ngram", config=config, quantized=mode)
+        assert told in next(str(choice) for choice in engine.chosen if choice.name == "quantized")
+        assert engines_tokens(engine, expected[0]) == expected[1]
 
 
 @pytest.mark.parametrize("scale", [0, 252])

@@ -396,7 +396,7 @@ def _experts_quantized(
     else:
         activated, block = x.new_empty((pairs, inner)), min(power_of_two(inner), 1024)
         grid = pairs, triton.cdiv(inner, block)
-        launch(jit.clamped_mul, grid, gate_and_up, activated, inner, LIMIT=limit, ALPHA=alpha, BLOCK=block, pdl=pdl)
+        launch(jit.clamped_mul, grid, gate_and_up, chosen, activated, inner, LIMIT=limit, ALPHA=alpha, BLOCK=block, pdl=pdl)
     multiply(activated, parts, 1, down_bias)
     return sum_expert_rows(parts, chosen, x, pdl) if summed else parts.view(*chosen.shape, hidden)
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from outrider.device.kernels.model_kernels import ModelKernels
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedWeight:
     """The weight [out, in] of a product, quantised: ``W[o, i] = (q[o, i] - z[o // R, i // C]) * s[o // R, i // C]``.

@@ -382,14 +382,14 @@ def add_experts(parts, weights, chosen, places, out, count, n, BLOCK: tl.constex
 
 
 @triton.jit
-def clamped_mul(
-    gate_up, out, n, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """Store :func:`_clamped` of a chunk of a row of ``gate_up [rows, 2 n]`` to ``out [rows, n]``; one program per (row, chunk)."""
+def clamped_mul(gate_up, chosen, out, n, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Store :func:`_clamped` of a chunk of a pair's row of ``gate_up [pairs, 2 n]`` to ``out [pairs, n]``; one program per
+    (pair, chunk). Pairs without an expert have no result.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lane < n
+    inside = (lane < n) & (tl.load(chosen + row) >= 0)
     gate = tl.load(gate_up + row * 2 * n + lane, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * n + n + lane, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * n + lane, _clamped(gate, up, LIMIT, ALPHA).to(out.dtype.element_ty), mask=inside)
@@ -435,8 +435,8 @@ def expert_quantized(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply by an expert's quantised ``weight [experts * n, k]`` into ``out [pairs, n]``, and add its ``bias [experts, n]``
-    unless that is None.
+    """Multiply by an expert's quantised ``weight [experts * n, k]`` into ``out [pairs, n]``, and add its ``bias [experts,
+    n]`` unless that is None.
 
     BY_PAIR: a row of ``x`` belongs to a token-expert pair, and the result is multiplied by the pair's share; else a row
     belongs to a token. Other operands are those of :func:`outrider_triton.quantized.jit.products.linear_quantized`.
