@@ -179,15 +179,18 @@ _EXPERTS_CORNERS = (
     {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0, "held": 0},
 )
 _PLAIN_EXPERTS = KernelProblems("experts", _experts, _EXPERTS_SHAPE, _EXPERTS_CORNERS)
-_QUANTIZED_EXPERTS = in_formats(
-    "experts_quantized",
-    _experts,
-    _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG, "active": _FLAG},
-    [
-        {**corner, "blocks": number % 2, "zeros": number // 2, "active": number % 2}
-        for number, corner in enumerate(_ALIGNED_CORNERS)
-    ],
-    weights=QUANTIZED_FORMATS,
+_QUANTIZED_EXPERTS, _BIASED_QUANTIZED_EXPERTS = (
+    in_formats(
+        "experts_quantized",
+        partial(_experts, has_biases=has_biases),
+        _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG, "active": _FLAG},
+        [
+            {**corner, "blocks": number % 2, "zeros": number // 2, "active": number % 2}
+            for number, corner in enumerate(_ALIGNED_CORNERS)
+        ],
+        weights=QUANTIZED_FORMATS,
+    )
+    for has_biases in (False, True)
 )
 EXPERTS = (
     KernelProblems(
@@ -204,5 +207,5 @@ EXPERTS = (
     _PLAIN_EXPERTS,
     _PLAIN_EXPERTS.with_operand("expert_biases", partial(_experts, has_biases=True)),
     *_QUANTIZED_EXPERTS,
-    *(each.with_operand("expert_biases", partial(each.make, has_biases=True)) for each in _QUANTIZED_EXPERTS),
+    *(each.with_operand("expert_biases", each.make) for each in _BIASED_QUANTIZED_EXPERTS),
 )
