@@ -121,9 +121,16 @@ def scales_of(stored):
 
 
 @triton.jit
-def _load_repeated(grid, place, SHAPE: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr = tl.float32):
-    """Load one scale or zero point per WIDTH columns as TYPE, and repeat it WIDTH times."""
-    values = scales_of(tl.load(grid + place)).to(TYPE)
+def _load_groups(grid, first_scale, column, scale_columns, COLUMNS: tl.constexpr, SUB: tl.constexpr):
+    """Load the scales or zero points of the SUB columns from ``column`` on, one per COLUMNS columns."""
+    groups = tl.arange(0, SUB // COLUMNS) + column // COLUMNS
+    return tl.load(grid + first_scale[:, None] + tl.minimum(groups, scale_columns - 1)[None, :])
+
+
+@triton.jit
+def _repeated(stored, SHAPE: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr = tl.float32):
+    """Return loaded scales or zero points as TYPE, each repeated for WIDTH columns."""
+    values = scales_of(stored).to(TYPE)
     values = tl.broadcast_to(values[:, :, None], [SHAPE[0], SHAPE[1] // WIDTH, WIDTH])
     return tl.reshape(values, [SHAPE[0], SHAPE[1]])
 
@@ -170,8 +177,8 @@ def dequantize(
         groups = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K // WIDTH) * WIDTH) // COLUMNS
         place = (tl.minimum(row, n - 1) // ROWS)[:, None] * scale_columns + tl.minimum(groups, scale_columns - 1)[None, :]
         if zeros is not None:
-            value -= _load_repeated(zeros, place, [BLOCK_N, BLOCK_K], WIDTH)
-        value *= _load_repeated(scales, place, [BLOCK_N, BLOCK_K], WIDTH)
+            value -= _repeated(tl.load(zeros + place), [BLOCK_N, BLOCK_K], WIDTH)
+        value *= _repeated(tl.load(scales + place), [BLOCK_N, BLOCK_K], WIDTH)
     else:
         place = (row // ROWS)[:, None] * scale_columns + (column // COLUMNS)[None, :]
         if zeros is not None:
@@ -226,6 +233,9 @@ def sum_of_products(
         factor = scales_of(tl.load(scales + first_scale + first_column // COLUMNS, mask=row_mask, other=0))
         if zeros is not None:
             zero = tl.load(zeros + first_scale + first_column // COLUMNS, mask=row_mask, other=0).to(tl.float32)
+    if MODE == "fine":
+        first_group = tl.where(row_mask, first_scale, 0)
+        stored = _load_groups(scales, first_group, first_column, scale_columns, COLUMNS, SUB)
     if GROUP:
         divisor = tl.load(x_scales + tokens * x_groups + first_column // GROUP, mask=token_mask, other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -246,11 +256,12 @@ def sum_of_products(
                 )
                 t = tl.load(column + place, mask=column_mask & (lane[:, None] + place < row_bytes), other=TOKEN_FILL)
             if MODE == "fine":
-                groups = tl.arange(0, SUB // COLUMNS) + column_start // COLUMNS
-                inside = tl.minimum(groups, scale_columns - 1)
-                grid = tl.where(row_mask, first_scale, 0)[:, None] + inside[None, :]
-                factor = _load_repeated(scales, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE, SCALES)
-                zero_points = _load_repeated(zeros, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE) if zeros is not None else 0.0
+                factor = _repeated(stored, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE, SCALES)
+                stored = _load_groups(scales, first_group, next_column, scale_columns, COLUMNS, SUB)
+                zero_points = 0.0
+                if zeros is not None:
+                    own = _load_groups(zeros, first_group, column_start, scale_columns, COLUMNS, SUB)
+                    zero_points = _repeated(own, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE)
             if PACKED:
                 low, high = _unpack_nibbles(w, TYPE, FLOAT, ASM)
                 even = (t & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
