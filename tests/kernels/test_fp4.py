@@ -15,7 +15,8 @@ from outrider.device import ClampedActivation, ExpertBiases, KernelSet, Quantize
 from outrider.device.kernels.formats import FP4
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.model.quantization.loading import to_device
-from outrider_conformance.random_kernels.kernels import check_kernels
+from outrider_conformance.random_kernels.kernels import KERNELS, check_kernels
+from outrider_conformance.random_kernels.problem import RandomValues
 from outrider_triton.quantized import library as library_ops
 from outrider_triton.quantized.jit import products as jit
 
@@ -180,6 +181,13 @@ def test_experts(size, biased, dtype, kernels, device):
 def test_the_kits_problems_of_biases(kernels, invariant, change, format, device):
     kernels = kernels.batch_invariant() if invariant else kernels
     check_kernels(kernels, small(f"experts_quantized, {format}, expert_biases", torch.float16, **change), device)
+
+
+@pytest.mark.parametrize("corner", [0, 1, 2])
+def test_a_block_of_experts_with_biases(kernels, corner, device):
+    drawn = KERNELS["experts_block, fp4"]
+    problem = drawn.make(drawn.corners[corner], torch.float16, RandomValues(corner), has_biases=True)
+    check_kernels(kernels, problem, device)
 
 
 def test_a_bias_is_added_before_the_share(kernels, device):
