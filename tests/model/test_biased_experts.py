@@ -282,11 +282,19 @@ class MixesExperts(WrappedKernels):
         return super().experts(*operands, **named)
 
 
+class MixesQuantizedExperts(WrappedKernels):
+    name = "mixes quantised"
+
+    def experts_quantized(self, *operands, **named):
+        return super().experts_quantized(*operands, **named)
+
+
 @pytest.mark.parametrize(
     ("kernels", "missing"),
     [
         (Attends(), "attention_sinks"),
         (MixesExperts(KernelSet()), "expert_biases"),
+        (MixesQuantizedExperts(KernelSet()), "expert_biases"),
         (MixesExperts(Attends()), "attention_sinks and expert_biases"),
         (WrappedKernels(Attends()), "attention_sinks"),
         (MixesExperts(Attends()).batch_invariant(), "expert_biases"),
