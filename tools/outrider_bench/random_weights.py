@@ -52,12 +52,16 @@ class RandomQuantization:
     def __post_init__(self) -> None:
         weight_format(self.name)
 
-    def covers(self, target: Target) -> bool:
-        """Return True if the weight of ``target`` is quantised."""
+    def covers(self, target: Target, *, only_stacks: bool = False) -> bool:
+        """Return True if the weight of ``target`` is quantised. ``only_stacks``: of the layers' weights only those that are
+        read from a tensor of all experts.
+        """
         last = target.name.rpartition(".")[2]
         if last == "fusion":
             return target.name == last  # published heads of multi-token prediction have an unquantised one
-        return last in ("qkv", "output", "gate_up", "down") or (last == "head" and self.head)
+        if last == "head":
+            return self.head
+        return last in ("qkv", "output", "gate_up", "down") and (not only_stacks or target.pieces[0].stack)
 
     def check(self, backend: Backend) -> None:
         """Raise :class:`CapabilityError` if the backend has no kernels for the format."""
@@ -214,7 +218,7 @@ def _random_weights(
         stored = torch.promote_types(dtype, torch.float32) if target.wide else dtype
         rows, columns = target.shape[0], target.shape[-1]
         unquantized, made = rows, None
-        if quantization is not None and quantization.covers(target) and (not has_stacks or target.pieces[0].stack):
+        if quantization is not None and quantization.covers(target, only_stacks=has_stacks):
             unquantized = sum(piece.read_shape[0] for piece in target.pieces if piece.key.endswith(_UNQUANTIZED_PIECES))
             made = weight_format(quantization.name).random_weight(
                 rows - unquantized, columns, device=device, generator=generator, scales_dtype=dtype
