@@ -410,6 +410,7 @@ class TritonKernels(FusedBlocks):
         gate_up: QuantizedWeight,
         down: QuantizedWeight,
         *,
+        biases: ExpertBiases | None = None,
         summed: bool = True,
     ) -> Tensor:
         """Compute experts with quantised weights: :meth:`experts` plus a kernel that quantises activations.
@@ -419,17 +420,20 @@ class TritonKernels(FusedBlocks):
         plans = [plan(self.facts, each, planes=False) for each in (gate_up, down)]
         is_half = x.dtype in (torch.bfloat16, torch.float16) and x.numel()
         if None in plans or not is_half or not has_kernel(x, weights, gate_up.scales):
-            return super().experts_quantized(x, weights, chosen, gate_up, down)
+            return super().experts_quantized(x, weights, chosen, gate_up, down, biases=biases)
         first, second = (each for each in plans if each is not None)
-        key = "experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1]
+        key = "experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1], biases is not None
         for sample in self.tiles.scope.each(key, self.mixtures.samples(x, weights, chosen, down.shape[0] // x.shape[1])):
-            self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second, summed=summed)
-        return self.mixtures.launch_quantized_experts(x, weights, chosen, gate_up, down, first, second, summed=summed)
+            self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second, biases=biases, summed=summed)
+        return self.mixtures.launch_quantized_experts(
+            x, weights, chosen, gate_up, down, first, second, biases=biases, summed=summed
+        )
 
     def _expert_results(self, x: Tensor, shares: Tensor, chosen: Tensor, block: ExpertsBlock) -> Tensor:
         """Return each token's results [T, C, H] of ``block``'s experts for ``x``, or their sums [T, H]."""
         if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
-            return self.experts_quantized(x, shares, chosen, block.gate_up, block.down, summed=False)
+            stacked = block.gate_up, block.down
+            return self.experts_quantized(x, shares, chosen, *stacked, **block.expert_options, summed=False)
         stacks = plain(block.gate_up), plain(block.down)
         return self.experts(x, shares, chosen, *stacks, **block.expert_options, summed=False)
 

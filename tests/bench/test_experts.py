@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from bench.test_bench_peers import HYBRID
-from outrider import Engine
+from outrider import Engine, SamplingParams
+from outrider.device import ConfigError, QuantizedWeight
 from outrider.model import EagleHead
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.shapes import SHAPES
 from outrider_bench.limits import iteration_bytes
 from outrider_bench.random_checkpoint import checkpoint_config
-from outrider_bench.random_weights import random_decoder, random_eagle
+from outrider_bench.random_weights import RandomQuantization, random_decoder, random_eagle
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 
@@ -44,6 +45,38 @@ def test_random_biases_are_zeros():
         assert not any(bias.any() for bias in biases)
         assert (layer.attention_norm == 1).all()
         assert layer.gate_up.any()
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_random_weights_of_gpt_oss_are_quantised_as_published(head):
+    """The experts are, with 4.25 bits a number; the other products aren't, and the output head only if asked for."""
+    shape = SHAPES["gpt-oss-20b"]
+    small = replace(
+        shape,
+        vocab_size=64,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        windows=shape.windows[:2],
+        experts=replace(shape.experts, count=4, intermediate_size=96),
+    )
+    quantization = RandomQuantization(name="mxfp4", head=head)
+    model = random_decoder(small, backend=tiny.BACKEND, dtype=torch.float32, quantization=quantization)
+    for layer in model.weights.layers:
+        assert isinstance(layer.gate_up, QuantizedWeight)
+        assert layer.gate_up.nbytes + layer.down.nbytes == 4 * 3 * 64 * 96 * 17 // 32
+        assert isinstance(layer.qkv, torch.Tensor)
+    assert isinstance(model.weights.head, QuantizedWeight) is head
+    draft = random_eagle(model, backend=tiny.BACKEND)
+    assert not draft.config.attention_sinks
+    engine = Engine(model, tiny.BACKEND, config=plain_config(max_context=32))
+    assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+
+
+def test_no_config_is_written_of_a_shape_with_sinks():
+    with pytest.raises(ConfigError, match="no checkpoint of a gpt_oss shape can be written"):
+        checkpoint_config(SHAPES["gpt-oss-20b"], dtype="bfloat16")
 
 
 def test_a_random_head_of_a_hybrid_target_has_attention_without_a_gate():

@@ -9,6 +9,7 @@ import pytest
 import outrider as outrider_package
 from harmful import HARMFUL
 from outrider.cli.terminal.torch_probe import explain, probe_torch
+from outrider.model.quantization.writing import quantize_checkpoint
 from outrider.registry.probing import PluginProbe
 
 FAKE_EXTENSION = """
@@ -183,3 +184,13 @@ def test_doctor_lists_what_computes_a_model(outrider):
     assert "attention_block: composed in layers 0, 1, 2, 3, 4" in shown
     assert found["memory"]["weights"] > 0 == found["memory"]["states"]
     assert "memory, predicted from the headers" in shown
+    assert "quantised" not in shown
+
+
+def test_doctor_says_how_quantised_weights_are_stored(outrider, tmp_path):
+    bundled = Path(outrider_package.__file__).parent / "bundled" / "target"
+    quantize_checkpoint(bundled, tmp_path / "quantised", format="mxfp4")
+    command = "doctor", "--model", str(tmp_path / "quantised"), "--backend", "cpu"
+    found = outrider(*command, "--json").json
+    assert (found["stored"], found["quantized"]) == ("compressed-tensors", {"fp4 group 32": 20})
+    assert "quantised as compressed-tensors: fp4 group 32 in 20 weights" in outrider(*command).out

@@ -125,7 +125,7 @@ PEERS = {"RANK": 1, "SIZE": 2, "BLOCK": 1024, "SHOTS": 1}
 TWO_SHOTS = {"SIZE": 4, "SHOTS": 2}
 PEER_WORDS = {**dict.fromkeys(("words", "out", "epochs", "x", "residual", "weight"), INT), "peers": LONG}
 E4M3 = "*fp8e4nv"
-FP8, INT8, INT4 = ({"PACKED": packed, "E4M3": e4m3} for packed, e4m3 in ((False, True), (False, False), (True, False)))
+FP8, FP4, INT8, INT4 = ({"PACKED": packed, "FLOAT": is_float} for is_float in (True, False) for packed in (False, True))
 QUANTIZED = {
     **PRODUCT,
     "zeros": None,
@@ -185,6 +185,8 @@ def quantized_kernels(capability):
          {**PLAINLY, "ROWS": 1, "WIDTH": 128, **INT4, "FP8": fp8}),
         (quantized.dequantize, {**SCALES, "weight": "*u8"},
          {**PLAINLY, "zeros": None, "ROWS": 1, "WIDTH": 0, "COLUMNS": 96, **INT4, "FP8": fp8}),
+        (quantized.dequantize, {**SCALES, "weight": "*u8", "scales": "*u8"},
+         {**PLAINLY, "zeros": None, "ROWS": 1, "WIDTH": 32, "COLUMNS": 32, **FP4, "FP8": fp8}),
         (quantized.scale_products, {"sums": INT, "x_scales": WIDE, "scales": WIDE, "bias": HALF},
          {"ROWS": 1, "BLOCK": 1024}),
         (quantized.linear_quantized, {**SCALES, **held}, {**active, **FP8, "NATIVE": fp8, "MODE": "row"}),
@@ -197,12 +199,18 @@ def quantized_kernels(capability):
         (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, own),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "EVEN": False}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "MODE": "fine", "COLUMNS": 32}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8", "scales": "*u8"},
+         {**own, **FP4, "MODE": "fine", "COLUMNS": 32, "EVEN": False}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8", "x": "*fp16"}, {**active, "COLUMNS": 128}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8", "out": WIDE}, {**own, "SPLIT": 4}),
         (experts.expert_quantized, {**CHOSEN, **SCALES, **held},
          {**FEW, **OF_EXPERTS, **FP8, "NATIVE": fp8, "GROUP": 128, "FP8": fp8, "ASM": whole}),
         (experts.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8"},
          {**MANY, **OF_EXPERTS, **INT4, "NATIVE": False, "x_scales": None, "FP8": fp8, "ASM": whole, "SUB": 64}),
+        (experts.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8", "scales": "*u8", "bias": HALF},
+         {**without("bias", FEW), **OF_EXPERTS, **FP4, "NATIVE": False, "MODE": "fine", "COLUMNS": 32, "x_scales": None,
+          "FP8": fp8, "ASM": whole}),
+        (experts.clamped_mul, {"chosen": LONG}, {**CLAMPED, "BLOCK": 1024}),
         (nibble_planes.lay_in_planes, {"k": "i32"}, {"grains": None, "BLOCK": 1024}),
         (nibble_planes.lay_in_planes, {"k": "i32", "grains": WIDE}, {"BLOCK": 1024}),
         (nibble_planes.linear_planes, {**SCALES, "weight": "*i16"},

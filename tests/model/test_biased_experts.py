@@ -9,11 +9,13 @@ import torch
 from model.test_decoder import PROMPT, agree, expect
 from model.test_mixtures import edited, nbytes, reshaped, without
 from outrider import Engine, SamplingParams
-from outrider.device import ConfigError, KernelSet, WrappedKernels
+from outrider.device import Capabilities, ConfigError, KernelSet, QuantizedWeight, WrappedKernels
+from outrider.device.kernels.reference.model import dequantize
 from outrider.errors import CheckpointError
 from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.checkpoint.loading import header_bytes
 from outrider.registry import get_backend
+from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import rewrite, store_mxfp4, write_checkpoint, write_eagle3
 
@@ -65,9 +67,8 @@ def test_sinks_in_a_wider_dtype_than_the_model(tmp_path, plain, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_mxfp4_is_dequantized_exactly(backend, mxfp4, dtype):
     path, reference = mxfp4
-    for own, theirs in zip(
-        load_decoder(path, backend=backend, dtype=dtype).weights.layers, reference.model.layers, strict=True
-    ):
+    loaded = load_decoder(path, backend=backend, dtype=dtype, quantized="dequantize")
+    for own, theirs in zip(loaded.weights.layers, reference.model.layers, strict=True):
         rows = theirs.mlp.experts.gate_up_proj.mT
         assert torch.equal(own.gate_up, torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1).to(dtype))
         assert torch.equal(own.down, theirs.mlp.experts.down_proj.mT.to(dtype))
@@ -75,16 +76,70 @@ def test_mxfp4_is_dequantized_exactly(backend, mxfp4, dtype):
         assert own.sinks.dtype is torch.float32
 
 
-def test_the_smallest_and_the_largest_scale(tmp_path, backend, mxfp4):
-    edited(mxfp4[0], tmp_path, lambda tensors: tensors | {f"{STEM}.down_proj_scales": scales_of(tensors, 0)})
-    down = load_decoder(tmp_path, backend=backend, dtype=torch.float32).weights.layers[1].down
-    assert 0 < down.abs()[down != 0].min() <= down.abs().max() == 6 * 2.0**-127
-    edited(mxfp4[0], tmp_path, lambda tensors: tensors | {f"{STEM}.down_proj_scales": scales_of(tensors, 252)})
-    assert load_decoder(tmp_path, backend=backend, dtype=torch.float32).weights.layers[1].down.max() == 6 * 2.0**125
+def values(weight, dtype=torch.float32):
+    """The dequantized values of a weight."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return dequantize(weight.data, weight.scales, None, weight.format, weight.block, weight.shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_mxfp4_stays_packed(mxfp4, device, dtype):
+    """4.25 bits of a value, which is that of transformers; the biases are tensors."""
+    path, reference = mxfp4
+    loaded = load_decoder(path, backend=get_backend(device), dtype=dtype)
+    for own, theirs in zip(loaded.weights.layers, reference.model.layers, strict=True):
+        rows = theirs.mlp.experts.gate_up_proj.mT
+        wanted = torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1), theirs.mlp.experts.down_proj.mT
+        for weight, right in zip((own.gate_up, own.down), wanted, strict=True):
+            assert weight.scales.dtype is torch.float8_e8m0fnu
+            assert weight.nbytes == right.numel() * 17 // 32
+            assert torch.equal(values(weight, dtype).cpu().view(right.shape), right.to(dtype))
+        assert torch.equal(own.down_bias.cpu(), theirs.mlp.experts.down_proj_bias.to(dtype))
+
+
+class WithoutFloats(CpuBackend):
+    """A backend whose kernels don't multiply 4-bit floats."""
+
+    capabilities = Capabilities(host_writes_memory=True, quantized_formats=frozenset({"fp8"}))
+
+
+def test_a_backend_without_kernels_for_mxfp4(mxfp4, expected):
+    """The experts are dequantized while they are loaded, and the engine says so; in mode ``reference`` they stay packed."""
+    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16)
+    for mode, is_packed, told in (
+        (
+            "kernels",
+            False,
+            "quantized dequantize (the experts are mxfp4, for which there are no kernels: they are plain now)",
+        ),
+        ("reference", True, "quantized fp4 per channel in 6 weights (the checkpoint's; multiplied by the torch reference"),
+    ):
+        plan = plan_decoder(mxfp4[0], backend=WithoutFloats(), dtype=torch.float32, quantized=mode)
+        assert isinstance(plan.load().weights.layers[0].down, QuantizedWeight) is is_packed
+        engine = Engine.from_checkpoint(mxfp4[0], WithoutFloats(), speculate="ngram", config=config, quantized=mode)
+        assert told in next(str(choice) for choice in engine.chosen if choice.name == "quantized")
+        assert engines_tokens(engine, expected[0]) == expected[1]
+
+
+@pytest.mark.parametrize("scale", [0, 252])
+@pytest.mark.parametrize("mode", ["kernels", "dequantize"])
+def test_the_smallest_and_the_largest_scale(tmp_path, backend, mxfp4, mode, scale):
+    edited(mxfp4[0], tmp_path, lambda tensors: tensors | {f"{STEM}.down_proj_scales": scales_of(tensors, scale)})
+    down = load_decoder(tmp_path, backend=backend, dtype=torch.bfloat16, quantized=mode).weights.layers[1].down
+    sizes = values(down, torch.bfloat16).double().abs()
+    assert (sizes[sizes != 0].min(), sizes.max()) == (0.5 * 2.0 ** (scale - 127), 6 * 2.0 ** (scale - 127))
 
 
 def scales_of(tensors, value):
     return torch.full_like(tensors[f"{STEM}.down_proj_scales"], value)
+
+
+def stacked(weight, experts=4):
+    """The dequantized values of a stack, as a tensor [experts, rows, columns]."""
+    found = values(weight)
+    return found.view(experts, -1, found.shape[-1])
 
 
 @pytest.mark.parametrize("divides", [False, True], ids=["slices", "divided"])
@@ -92,24 +147,28 @@ def scales_of(tensors, value):
 def test_ranks_hold_their_parts(backend, request, layout, divides):
     path = request.getfixturevalue(layout)[0]
     whole = load_decoder(path, backend=backend, dtype=torch.float32).weights.layers[1]
+    whole_gate_up, whole_down = stacked(whole.gate_up), stacked(whole.down)
     parts = []
     for rank in range(2):
         own = Shard(rank, 2)
         shards = Shards(mlp=own, divides_experts=True) if divides else Shards(attention=own, mlp=own, vocabulary=own)
         plan = plan_decoder(path, backend=backend, dtype=torch.float32, ranks=ModelRanks(shards))
         loaded = plan.load()
-        assert plan.weight_bytes == sum(map(nbytes, (loaded.weights, *loaded.weights.layers)))
+        held = sum(map(nbytes, (loaded.weights, *loaded.weights.layers)))
+        # Half of a group of 32 columns has a scale of its own, and the second rank has zeros as bias of down.
+        more = 3 * 4 * 32 // 2 + rank * 3 * 4 * 32 * 4 if layout == "mxfp4" and not divides else 0
+        assert plan.weight_bytes == held - more
         parts.append(loaded._layers[1].blocks[1].weights)
         heads = loaded._layers[1].blocks[0].weights.sinks
         assert torch.equal(heads, whole.sinks if divides else whole.sinks.chunk(2)[rank])
     if divides:
         joined = [torch.cat([getattr(part.biases, name) for part in parts]) for name in ("gate_up", "down")]
-        assert torch.equal(torch.cat([part.gate_up for part in parts]), whole.gate_up)
-        assert torch.equal(torch.cat([part.down for part in parts]), whole.down)
+        assert torch.equal(torch.cat([stacked(part.gate_up, 2) for part in parts]), whole_gate_up)
+        assert torch.equal(torch.cat([stacked(part.down, 2) for part in parts]), whole_down)
     else:
         joined = [gates_first([part.biases.gate_up for part in parts]), sum(part.biases.down for part in parts)]
-        assert torch.equal(gates_first([part.gate_up for part in parts]), whole.gate_up)
-        assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
+        assert torch.equal(gates_first([stacked(part.gate_up) for part in parts]), whole_gate_up)
+        assert torch.equal(torch.cat([stacked(part.down) for part in parts], dim=2), whole_down)
         assert not parts[1].biases.down.any()  # the sum over the ranks has it once
     assert torch.equal(joined[0], whole.gate_up_bias)
     assert torch.equal(joined[1], whole.down_bias)
@@ -120,12 +179,13 @@ def gates_first(slices):
     return torch.cat([each.chunk(2, dim=1)[half] for half in range(2) for each in slices], dim=1)
 
 
+@pytest.mark.parametrize("mode", ["kernels", "dequantize"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_memory_that_headers_predict(backend, mxfp4, dtype):
-    plan = plan_decoder(mxfp4[0], backend=backend, dtype=dtype)
+def test_the_memory_that_headers_predict(backend, mxfp4, dtype, mode):
+    plan = plan_decoder(mxfp4[0], backend=backend, dtype=dtype, quantized=mode)
     loaded = plan.load()
     assert plan.weight_bytes == sum(map(nbytes, (loaded.weights, *loaded.weights.layers)))
-    drafted = plan_decoder(mxfp4[0].parent / mxfp4[0].name, backend=backend, dtype=dtype)
+    drafted = plan_decoder(mxfp4[0].parent / mxfp4[0].name, backend=backend, dtype=dtype, quantized=mode)
     assert header_bytes(drafted, copy_of(mxfp4[0])) == plan.weight_bytes - sinks_bytes(loaded, dtype)
 
 
@@ -222,11 +282,19 @@ class MixesExperts(WrappedKernels):
         return super().experts(*operands, **named)
 
 
+class MixesQuantizedExperts(WrappedKernels):
+    name = "mixes quantised"
+
+    def experts_quantized(self, *operands, **named):
+        return super().experts_quantized(*operands, **named)
+
+
 @pytest.mark.parametrize(
     ("kernels", "missing"),
     [
         (Attends(), "attention_sinks"),
         (MixesExperts(KernelSet()), "expert_biases"),
+        (MixesQuantizedExperts(KernelSet()), "expert_biases"),
         (MixesExperts(Attends()), "attention_sinks and expert_biases"),
         (WrappedKernels(Attends()), "attention_sinks"),
         (MixesExperts(Attends()).batch_invariant(), "expert_biases"),

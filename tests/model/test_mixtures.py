@@ -10,7 +10,7 @@ import torch
 
 from model.test_decoder import PROMPT, TOLERANCE, agree
 from model.wrong_configs import WRONG_CONFIGS
-from outrider.device import ConfigError
+from outrider.device import ConfigError, QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.config.checkpoint_config import read_model_config
@@ -115,7 +115,8 @@ def test_ranks_that_divide_experts_read_their_own_alone(tmp_path, backend, mixtr
 
 def nbytes(weights):
     """Bytes of the tensors of a record of weights."""
-    return sum(each.nbytes for each in (getattr(weights, f.name) for f in fields(weights)) if isinstance(each, torch.Tensor))
+    values = (getattr(weights, field.name) for field in fields(weights))
+    return sum(each.nbytes for each in values if isinstance(each, torch.Tensor | QuantizedWeight))
 
 
 def test_models_and_ranks_that_expert_parallelism_is_refused_for(tmp_path, backend, mixtral):

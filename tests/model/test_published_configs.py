@@ -1,6 +1,7 @@
 """config.json as published checkpoints spell it, older spellings included."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from outrider.errors import CheckpointError
 from outrider.model import RopeConfig
 from outrider.model.config.checkpoint_config import read_model_config
+from outrider.model.config.shapes import SHAPES
 from tiny_checkpoints import tiny_config
 
 PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "data/published_configs.json").read_text())
@@ -65,6 +67,7 @@ def test_gpt_oss(tmp_path):
     assert (config.experts.count, config.experts.per_token, config.experts.intermediate_size) == (32, 4, 2880)
     assert config.experts.biases == (7.0, 1.702)
     assert (config.rope.kind, config.rope.factor, config.rope.theta, config.rope.truncate) == ("yarn", 32.0, 150000.0, False)
+    assert replace(config, eos_token_ids=(), bos_token_id=None) == SHAPES["gpt-oss-20b"]
 
 
 def test_qwen_25_yarn(tmp_path):

@@ -181,7 +181,12 @@ def _shards(
 
 
 def checkpoint_config(config: ModelConfig, *, dtype: str) -> dict[str, object]:
-    """Return the ``config.json`` of a checkpoint of this shape, as transformers reads it."""
+    """Return the ``config.json`` of a checkpoint of this shape, as transformers reads it.
+
+    Raises :class:`ConfigError` for a shape with attention sinks, of which no config is written yet.
+    """
+    if config.attention_sinks:
+        raise ConfigError(f"no checkpoint of a {config.family} shape can be written; name a published one by its directory")
     rope = config.rope
     parameters: dict[str, object] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.kind == "llama3":
@@ -320,7 +325,9 @@ def eagle_head_config(config: ModelConfig) -> ModelConfig:
         windows=(0,),
         qk_norm=False,
         attention_bias=False,
+        output_bias=False,
         attention_gate=False,
+        attention_sinks=False,
         norm_offset=0.0,
         tie_embeddings=False,
         experts=None,

@@ -42,7 +42,8 @@ __all__ = ["random_decoder", "random_dflash", "random_eagle", "random_mtp", "sha
 class RandomQuantization:
     """The quantization of random weights: layer weights in the format called ``name``, and with ``head`` the output head too.
 
-    Embeddings, norms and routers stay unquantized. Experts are quantised like other matrices.
+    Embeddings, norms and routers stay unquantized. Experts are quantised like other matrices. A model whose checkpoints hold
+    all experts of a layer in one tensor has only these quantised.
     """
 
     name: str
@@ -51,12 +52,16 @@ class RandomQuantization:
     def __post_init__(self) -> None:
         weight_format(self.name)
 
-    def covers(self, target: Target) -> bool:
-        """Return True if the weight of ``target`` is quantised."""
+    def covers(self, target: Target, *, only_stacks: bool = False) -> bool:
+        """Return True if the weight of ``target`` is quantised. ``only_stacks``: of the layers' weights only those that are
+        read from a tensor of all experts.
+        """
         last = target.name.rpartition(".")[2]
         if last == "fusion":
             return target.name == last  # published heads of multi-token prediction have an unquantised one
-        return last in ("qkv", "output", "gate_up", "down") or (last == "head" and self.head)
+        if last == "head":
+            return self.head
+        return last in ("qkv", "output", "gate_up", "down") and (not only_stacks or target.pieces[0].stack)
 
     def check(self, backend: Backend) -> None:
         """Raise :class:`CapabilityError` if the backend has no kernels for the format."""
@@ -211,12 +216,13 @@ def _random_weights(
     own = torch.Generator(device).manual_seed(seed + _SEEDS_PER_RANK * shards.mlp.rank)
     shared = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Weight] = {}
+    has_stacks = any(piece.stack for target in targets for piece in target.pieces)
     for target in targets:
         generator = own if any(piece.tensor_slice is not None for piece in target.pieces) else shared
         stored = torch.promote_types(dtype, torch.float32) if target.wide else dtype
         rows, columns = target.shape[0], target.shape[-1]
         unquantized, made = rows, None
-        if quantization is not None and quantization.covers(target):
+        if quantization is not None and quantization.covers(target, only_stacks=has_stacks):
             unquantized = sum(piece.read_shape[0] for piece in target.pieces if piece.key.endswith(_UNQUANTIZED_PIECES))
             made = weight_format(quantization.name).random_weight(
                 rows - unquantized, columns, device=device, generator=generator, scales_dtype=dtype

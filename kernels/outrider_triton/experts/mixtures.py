@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from outrider.device import ExpertBiases, QuantizedWeight
+from outrider.device.kernels.model_kernels import bias_operands
 from outrider_triton.experts.operators import compared_pairs  # the module registers the operators
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.plan import ProductPlan
@@ -59,6 +60,7 @@ class ExpertProducts:
         first: ProductPlan,
         second: ProductPlan,
         *,
+        biases: ExpertBiases | None = None,
         summed: bool = True,
     ) -> Tensor:
         """Return the experts' outputs [T, H] for ``x`` [T, H], with quantised weights. ``first`` and ``second`` are the plans
@@ -79,7 +81,7 @@ class ExpertProducts:
         asm = self._facts.capability >= 80 and not triton.knobs.runtime.interpret
         return _TRITON.experts_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             *(x, weights, chosen, *weight_operands, *options, size, first.mode, second.mode, *lists),
-            *(self._facts.fp8, asm, gates.as_list(), outputs.as_list(), self._pdl, summed),
+            *(self._facts.fp8, asm, gates.as_list(), outputs.as_list(), self._pdl, summed, *bias_operands(biases)),
         )
 
     def samples(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -170,5 +172,5 @@ class ExpertProducts:
             )
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             *(x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self._pdl, summed),
-            *(() if biases is None else (biases.gate_up, biases.down, *biases.activation)),
+            *bias_operands(biases),
         )

@@ -15,7 +15,7 @@ from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.jit.large_m_gates import GROUP
 from outrider_triton.products.streamed import descriptor
 from outrider_triton.quantized.activations import activation_dtype, quantized_rows
-from outrider_triton.quantized.plan import TRITON_FORMATS
+from outrider_triton.quantized.plan import TRITON_FORMATS, kernel_scales
 from outrider_triton.tiles.configs import MatmulConfig
 
 _PREFETCHED_BYTES = 24 << 20
@@ -308,6 +308,17 @@ define("experts.triton", _experts)
 # -- quantised weights -------------------------------------------------------------------------------------------------
 
 
+def _activated(both: Tensor, chosen: Tensor, is_clamped: bool, limit: float, alpha: float, pdl: bool) -> Tensor:
+    """Return the activation [pairs, I] of the gate and up products ``both`` [pairs, 2 I]: SwiGLU, or the clamped one."""
+    if not is_clamped:
+        return torch.ops.outrider.silu_mul.triton(both, pdl)  # type: ignore[no-any-return]  # torch.ops has no types
+    pairs, inner = both.shape[0], both.shape[1] // 2
+    out, block = both.new_empty((pairs, inner)), min(power_of_two(inner), 1024)
+    operands = both, chosen, out, inner
+    launch(jit.clamped_mul, (pairs, triton.cdiv(inner, block)), *operands, LIMIT=limit, ALPHA=alpha, BLOCK=block, pdl=pdl)
+    return out
+
+
 def _experts_quantized(
     x: Tensor,
     weights: Tensor,
@@ -339,6 +350,10 @@ def _experts_quantized(
     outputs: list[int],
     pdl: bool,
     summed: bool = True,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
+    alpha: float = 0.0,
 ) -> Tensor:
     """Compute all experts with quantised weights.
 
@@ -347,46 +362,39 @@ def _experts_quantized(
     """
     hidden, count = x.shape[1], chosen.shape[1]
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
-    pairs = chosen.numel()
     order, expert_of, blocks, constants = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
-    gate_and_up = x.new_empty((pairs, 2 * inner))
-    parts = x.new_empty((pairs, hidden))
-
+    gate_and_up, parts = (x.new_empty((chosen.numel(), width)) for width in (2 * inner, hidden))
     registered = TRITON_FORMATS[format]
+    constants |= registered.launch_constants | {"FP8": fp8, "ASM": asm}
     gate_stack = gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block
     stacks = gate_stack, (down, down_scales, down_zeros, down_input, down_block)
 
-    def multiply(rows: Tensor, out: Tensor, place: int) -> None:
-        stack, scales, zeros, input_scale, block = stacks[place]
-        (n, k), x_scales, groups = (out.shape[1], rows.shape[1]), None, 1
-        group = activation_group if activation_group < k else 0
+    def multiply(rows: Tensor, out: Tensor, place: int, bias: Tensor | None) -> None:
+        (stack, scales, zeros, input_scale, block), is_native = stacks[place], native[place]
+        (n, k), x_scales, group, groups = (out.shape[1], rows.shape[1]), None, 0, 1
         if activations:
-            rows, x_scales = quantized_rows(
-                rows, activations, group, input_scale, activation_dtype(stack, native[place]), pdl
-            )
+            group, dtype = activation_group if activation_group < k else 0, activation_dtype(stack, is_native)
+            rows, x_scales = quantized_rows(rows, activations, group, input_scale, dtype, pdl)
             groups = x_scales.shape[1]
         tiling = MatmulConfig(*(gates, outputs)[place])
         launch(
             jit.expert_quantized,
             (triton.cdiv(n, tiling.block_n), blocks),
-            *(rows, x_scales, registered.kernel_data(stack, native=native[place]), scales, zeros),
+            *(rows, x_scales, registered.kernel_data(stack, native=is_native), kernel_scales(scales), zeros, bias),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
             BY_PAIR=bool(place),
-            **registered.launch_constants,
-            NATIVE=native[place],
+            NATIVE=is_native,
             MODE=(gate_up_mode, down_mode)[place],
             ROWS=block[0],
             COLUMNS=columns[place],
-            GROUP=group if activations else 0,
-            FP8=fp8,
-            ASM=asm,
+            GROUP=group,
             SUB=min(at_once[place], tiling.block_k) if at_once[place] else tiling.block_k,
             **(tiling.launch_constants(k) | constants),
             pdl=pdl,
         )
 
-    multiply(x, gate_and_up, 0)
-    multiply(torch.ops.outrider.silu_mul.triton(gate_and_up, pdl), parts, 1)
+    multiply(x, gate_and_up, 0, gate_up_bias)
+    multiply(_activated(gate_and_up, chosen, gate_up_bias is not None, limit, alpha, pdl), parts, 1, down_bias)
     return sum_expert_rows(parts, chosen, x, pdl) if summed else parts.view(*chosen.shape, hidden)
 
 

@@ -16,7 +16,7 @@ from outrider_triton.launch import define, launch
 from outrider_triton.quantized.activations import quantized_rows
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.operators import flat_rows
-from outrider_triton.quantized.plan import TRITON_FORMATS
+from outrider_triton.quantized.plan import TRITON_FORMATS, kernel_scales
 
 ROWS_MULTIPLE = 4
 """Number of rows of which cuBLAS takes multiples if each group of their columns has a scale: 16 bytes of scales."""
@@ -33,7 +33,7 @@ def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool
         (triton.cdiv(n, 16), triton.cdiv(k, block)),
         *(
             TRITON_FORMATS[weight.format].kernel_data(weight.data, native=False),
-            weight.scales,
+            kernel_scales(weight.scales),
             weight.zero_points,
             out,
             n,

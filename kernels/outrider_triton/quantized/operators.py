@@ -15,7 +15,7 @@ from outrider_triton.products.streamed import descriptor, multiply, silu_mul, to
 from outrider_triton.quantized.activations import activation_dtype, quantized_rows
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.jit import scaled_blocks
-from outrider_triton.quantized.plan import TRITON_FORMATS
+from outrider_triton.quantized.plan import TRITON_FORMATS, kernel_scales
 from outrider_triton.tiles.configs import SCALED_BLOCKS, STREAMED, MatmulConfig
 
 _TOKENS_PER_SUM = 16
@@ -139,7 +139,7 @@ def _linear_quantized(
         quantized.linear_quantized,
         (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m), tiling.split),
         *(flat, x_scales, registered.kernel_data(data, native=native)),
-        *(scales, zero_points, bias if tiling.split == 1 else None, product, m, n, k, flat.stride(0), groups),
+        *(kernel_scales(scales), zero_points, bias if tiling.split == 1 else None, product, m, n, k, flat.stride(0), groups),
         *(scales.shape[1], rows_per_program, tiling.prefetch_columns if row_bytes % 16 == 0 else 0),
         **registered.launch_constants,
         NATIVE=native,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import QuantizedWeight
-from outrider.device.kernels.formats import FP8, INT4, INT8, ElementFormat
+from outrider.device.kernels.formats import FP4, FP8, INT4, INT8, ElementFormat
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.tiles.derive.fits import OperandStorage
@@ -52,11 +52,16 @@ class TritonFormat:
     @property
     def launch_constants(self) -> dict[str, bool]:
         """Keyword constants by which kernels know how the values are stored."""
-        return {"PACKED": self.is_packed, "E4M3": self.elements.is_float}
+        return {"PACKED": self.is_packed, "FLOAT": self.elements.is_float}
 
     def kernel_data(self, data: Tensor, *, native: bool) -> Tensor:
         """Return the data of a weight as kernels load it: values that the matrix unit doesn't take are loaded as bytes."""
-        return data.view(torch.int8) if self.elements.is_float and not native else data
+        return data.view(torch.int8) if data.is_floating_point() and not native else data
+
+
+def kernel_scales(scales: Tensor) -> Tensor:
+    """Return the scales of a weight as kernels load them: powers of two as bytes."""
+    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
 
 
 TRITON_FORMATS: Mapping[str, TritonFormat] = MappingProxyType(
@@ -79,6 +84,7 @@ TRITON_FORMATS: Mapping[str, TritonFormat] = MappingProxyType(
                 scales_library_sums=True,
             ),
             TritonFormat(elements=INT4, convert_instructions=1.7, has_planes=True),
+            TritonFormat(elements=FP4, convert_instructions=2.7),
         )
     }
 )

@@ -135,27 +135,24 @@ def _experts(
         operands |= {"gate_up bias": Operand(biases.gate_up), "down bias": Operand(biases.down)}
 
     def one(expert: int, rows: Tensor) -> bounds.Number:
-        if biases is not None:
-            both = bounds.product(inputs[rows], gates[expert], biases.gate_up[expert], dtype)
-            activated = bounds.clamped_mul(*halves(both), *CLAMPED, dtype)
-            return bounds.product(activated, outputs[expert], biases.down[expert], dtype)
-        both = bounds.product(gate_up.operand(inputs[rows]), gates[expert], None, dtype)
-        activated = bounds.silu_mul(*halves(both), dtype)
+        first_bias, second_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
+        both = halves(bounds.product(gate_up.operand(inputs[rows]), gates[expert], first_bias, dtype))
+        activated = bounds.silu_mul(*both, dtype) if biases is None else bounds.clamped_mul(*both, *CLAMPED, dtype)
         if active is not None:
             activated = bounds.rounded(requantized(activated, active, _DOWN_STEP), dtype)
-        return bounds.product(down.operand(activated), outputs[expert], None, dtype)
+        return bounds.product(down.operand(activated), outputs[expert], second_bias, dtype)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         scales = {"activations": None if active is None else active.name}
         first = gate_up.weight(o, **scales, input_scale=o.get("input_scale"))
         second = down.weight(o, **scales, input_scale=o.get("down_scale"))
+        options = {"biases": ExpertBiases(o["gate_up bias"], o["down bias"], CLAMPED)} if has_biases else {}
         if isinstance(first, Tensor) and isinstance(second, Tensor):
             first, second = first.view(count, -1, hidden), second.view(count, hidden, inner)
-            options = {"biases": ExpertBiases(o["gate_up bias"], o["down bias"], CLAMPED)} if has_biases else {}
             return {"out": kernels.experts(o["x"], o["weights"], o["chosen"], first, second, **options)}
         assert isinstance(first, QuantizedWeight)
         assert isinstance(second, QuantizedWeight)
-        return {"out": kernels.experts_quantized(o["x"], o["weights"], o["chosen"], first, second)}
+        return {"out": kernels.experts_quantized(o["x"], o["weights"], o["chosen"], first, second, **options)}
 
     return Problem(operands, call, {"out": weighted_sum(one, weights, chosen, hidden, dtype)})
 
@@ -182,6 +179,19 @@ _EXPERTS_CORNERS = (
     {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0, "held": 0},
 )
 _PLAIN_EXPERTS = KernelProblems("experts", _experts, _EXPERTS_SHAPE, _EXPERTS_CORNERS)
+_QUANTIZED_EXPERTS, _BIASED_QUANTIZED_EXPERTS = (
+    in_formats(
+        "experts_quantized",
+        partial(_experts, has_biases=has_biases),
+        _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG, "active": _FLAG},
+        [
+            {**corner, "blocks": number % 2, "zeros": number // 2, "active": number % 2}
+            for number, corner in enumerate(_ALIGNED_CORNERS)
+        ],
+        weights=QUANTIZED_FORMATS,
+    )
+    for has_biases in (False, True)
+)
 EXPERTS = (
     KernelProblems(
         "route",
@@ -196,14 +206,6 @@ EXPERTS = (
     ),
     _PLAIN_EXPERTS,
     _PLAIN_EXPERTS.with_operand("expert_biases", partial(_experts, has_biases=True)),
-    *in_formats(
-        "experts_quantized",
-        _experts,
-        _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG, "active": _FLAG},
-        [
-            {**corner, "blocks": number % 2, "zeros": number // 2, "active": number % 2}
-            for number, corner in enumerate(_ALIGNED_CORNERS)
-        ],
-        weights=QUANTIZED_FORMATS,
-    ),
+    *_QUANTIZED_EXPERTS,
+    *(each.with_operand("expert_biases", each.make) for each in _BIASED_QUANTIZED_EXPERTS),
 )

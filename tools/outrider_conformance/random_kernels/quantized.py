@@ -26,6 +26,8 @@ from outrider_conformance.random_kernels.problem import (
     row_counts,
 )
 
+_POWERS = torch.float8_e8m0fnu
+"""The dtype of scales that are powers of two; the operand of a problem has their bytes."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCKS = ("channel", "group", "block", "wide group")
 
@@ -45,14 +47,17 @@ def _quantized(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str,
     grid = (-(-size[0] // block[0]), -(-size[1] // block[1]))
     elements = QUANTIZED_FORMATS[format]
     if elements.is_float:
-        random = dice.normal(*size, dtype=torch.float32, scale=elements.random_deviation)
-        values = random.clamp(elements.lowest, elements.highest).to(elements.dtype).double()
+        values = elements.round(dice.normal(*size, dtype=torch.float32, scale=elements.random_deviation)).double()
     else:
         values = dice.integers(int(elements.lowest), int(elements.highest) + 1, *size).double()
     data = elements.encode(values)
     scales = (dice.uniform(*grid) + 0.5) / (values.abs().max() * shape["inner"] ** 0.5)
-    scales = scales.to(_SCALE_DTYPES[shape.get("scale_dtype", 0)])
-    operands = {"data": Operand(data.view(torch.int32)), "scales": Operand(scales)}
+    if shape["blocks"] and _POWERS in elements.scale_dtypes:
+        scales = scales.log2().round().exp2().to(_POWERS)
+    else:
+        scales = scales.to(_SCALE_DTYPES[shape.get("scale_dtype", 0)])
+    stored = scales.view(torch.uint8).to(torch.int16) if scales.dtype is _POWERS else scales
+    operands = {"data": Operand(data.view(torch.int32)), "scales": Operand(stored)}
     if shape["zeros"] and not elements.is_float:
         zeros = dice.integers(-8, 9, *grid)
         operands["zeros"] = Operand(zeros)
@@ -78,12 +83,12 @@ class RandomMatrix:
         """Return the weight among the operands ``o`` of a call; ``quantized`` describes its layer's activations."""
         if self.format is None:
             return o[self.name]
-        zeros = o.get(f"{self.name} zeros")
+        zeros, scales = o.get(f"{self.name} zeros"), o[f"{self.name} scales"]
         rows, columns = self.values.shape
         return QuantizedWeight(
             format=self.format,
             data=o[f"{self.name} data"].view(QUANTIZED_FORMATS[self.format].dtype),
-            scales=o[f"{self.name} scales"],
+            scales=scales.to(torch.uint8).view(_POWERS) if scales.dtype is torch.int16 else scales,
             block=self.block,
             shape=(rows, columns),
             zero_points=None if zeros is None else zeros.to(torch.int8),

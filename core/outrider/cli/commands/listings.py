@@ -293,6 +293,7 @@ def doctor(
 def _implementations(model: Path, backend: str | None) -> CommandReport:
     """Load a decoder and report what computes its blocks and primitives."""
     require_torch()
+    from outrider.device.kernels.weights import quantized_products
     from outrider.engine.config import DTYPES, EngineConfig
     from outrider.engine.setup.checks import predict_memory
     from outrider.engine.setup.resolve import choose_dtype
@@ -309,6 +310,8 @@ def _implementations(model: Path, backend: str | None) -> CommandReport:
         "kernels": decoder.kernels.name,
         "memory": {"weights": memory.weights, "kv_cache": memory.pages, "states": memory.states, "free": memory.free},
         "memory_lines": memory.lines(),
+        "stored": None if plan.quantization is None else plan.quantization.method,
+        "quantized": dict(quantized_products(decoder.weights)),
         **decoder.implementations(),
     }
     return CommandReport(data=data, render=lambda console: _render_implementations(console, data))
@@ -318,6 +321,9 @@ def _render_implementations(console: Console, data: Mapping[str, Any]) -> None:
     console.print(f"{data['model']} on {data['backend']}, kernels {data['kernels']}\n\nmemory, predicted from the headers")
     for line in data["memory_lines"]:
         console.print(f"  {line}")
+    if data["stored"] is not None:
+        found = ", ".join(f"{label} in {count} weights" for label, count in data["quantized"].items())
+        console.print(f"\nquantised as {data['stored']}: {found or 'dequantized while loading'}")
     console.print("\nblocks")
     layers: dict[tuple[str, str], list[int]] = {}
     for index, blocks in enumerate(data["blocks"]):

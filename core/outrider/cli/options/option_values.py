@@ -46,13 +46,14 @@ _HEADINGS: Mapping[str, str] = MappingProxyType(
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 KV_DTYPES = ("auto", "plain", "fp8")
-WEIGHT_FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32")
+WEIGHT_FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32", "mxfp4")
 TOOL_FORMATS = (
     *("deepseek", "functiongemma", "gemma", "glm", "harmony", "hermes", "json", "kimi", "kimi-k3", "lfm2", "llama3"),
     *("minimax", "minimax-m3", "mistral", "none", "pythonic", "qwen3", "qwen3-coder", "qwen3-xml", "seed"),
 )
 REASONING_FORMATS = ("gemma", "harmony", "kimi-k3", "minimax-m3", "mistral", "none", "seed", "think")
 SHAPES = (
+    *("gpt-oss-20b", "gpt-oss-120b"),
     *("llama-2-7b", "llama-2-13b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b", "mistral-7b"),
     *("mixtral-8x7b", "phi-3-mini", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"),
     *("qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b"),

@@ -102,7 +102,7 @@ class ExpertsBlock:
     down: Weight
     """[E, H, I], or quantised [E H, I]: for each expert the weight of the product that follows ``silu_mul``."""
     biases: ExpertBiases | None = None
-    """Biases of the routed experts, whose activation replaces ``silu_mul``. Only for unquantised experts."""
+    """Biases of the routed experts, whose activation replaces ``silu_mul``."""
     shared: MlpBlock | None = None
     """The shared expert. Its ``norm`` is the block's."""
     shared_gate: Weight | None = None
@@ -111,7 +111,7 @@ class ExpertsBlock:
 
     @property
     def expert_options(self) -> dict[str, Any]:
-        """Return the keyword operands of ``KernelSet.experts``; ``biases`` only if the block has them."""
+        """Return the keyword operands of both kernels of experts; ``biases`` only if the block has them."""
         return {} if self.biases is None else {"biases": self.biases}
 
 

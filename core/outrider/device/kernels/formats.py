@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 E4M3_LARGEST = 448.0
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT8_LARGEST = 127.5 + 2.0**-13
 """Divisor of a row's largest magnitude that gives the row's scale: half of the int8 range from -128 to 127, plus 2**-13.
 
@@ -46,6 +47,8 @@ class ElementFormat:
     """Standard deviation of the values q that :meth:`random_data` generates, before they are clamped to the range."""
     compressed_name: str
     """Name of the storage of such weights in compressed-tensors checkpoints."""
+    scale_dtypes: tuple[torch.dtype, ...] = _SCALE_DTYPES
+    """Dtypes of ``QuantizedWeight.scales``; float8_e8m0fnu holds powers of two."""
 
     @property
     def is_float(self) -> bool:
@@ -109,6 +112,39 @@ class NibbleFormat(ElementFormat):
         return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=like.device, generator=generator)
 
 
+class NibbleFloatFormat(NibbleFormat):
+    """Floats of four bits (e2m1 of OCP's MX formats): sign, two bits of exponent, one bit of mantissa. A byte holds columns
+    2j (low half) and 2j + 1 (high half).
+    """
+
+    __slots__ = ()
+
+    @property
+    def is_float(self) -> bool:
+        """Return True: the values are floats, although bytes hold them."""
+        return True
+
+    def round(self, values: Tensor) -> Tensor:
+        """Return the nearest values, ties to the even mantissa, in the dtype of ``values``."""
+        clamped = values.clamp(self.lowest, self.highest)
+        size = clamped.abs()
+        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(values.dtype)
+        return (clamped / step).round() * step
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the bytes of rounded values [out, in]."""
+        size = values.abs()
+        code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
+        return pack_nibbles((code + 8 * torch.signbit(values)).to(torch.uint8))
+
+    def decode(self, data: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return the values [out, ``columns``] of the bytes ``data``."""
+        codes = unpack_nibbles(data, columns)
+        code = (codes & 7).to(dtype)
+        size = torch.where(code < 4, code / 2, torch.where(code < 6, code - 2, 2 * code - 8))
+        return torch.where(codes < 8, size, -size)
+
+
 def pack_nibbles(values: Tensor) -> Tensor:
     """Pack 4-bit values [out, in] in uint8 as two per byte: [out, ceil(in / 2)]."""
     if values.shape[1] % 2:
@@ -151,7 +187,18 @@ INT4 = NibbleFormat(
     random_deviation=4.6,
     compressed_name="pack-quantized",
 )
-QUANTIZED_FORMATS: Mapping[str, ElementFormat] = MappingProxyType({each.name: each for each in (FP8, INT8, INT4)})
+FP4 = NibbleFloatFormat(
+    name="fp4",
+    dtype=torch.uint8,
+    bits=4,
+    lowest=-6,
+    highest=6,
+    weight_divisor=6.0,
+    random_deviation=2.9,
+    compressed_name="mxfp4-pack-quantized",
+    scale_dtypes=(*_SCALE_DTYPES, torch.float8_e8m0fnu),
+)
+QUANTIZED_FORMATS: Mapping[str, ElementFormat] = MappingProxyType({each.name: each for each in (FP8, INT8, INT4, FP4)})
 """Formats of the values of quantised weights, by name."""
 ACTIVATION_FORMATS = tuple(each.name for each in QUANTIZED_FORMATS.values() if each.activation_divisor is not None)
 """Names of the formats of quantised activations."""

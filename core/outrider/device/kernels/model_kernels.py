@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from outrider.device.stream import Stream
 
 
+def bias_operands(biases: ExpertBiases | None) -> tuple[Tensor | None, Tensor | None, float, float]:
+    """Return the last operands of the operators of experts: both biases, and the numbers of their activation."""
+    return (None, None, 0.0, 0.0) if biases is None else (biases.gate_up, biases.down, *biases.activation)
+
+
 class ModelKernels(BookkeepingKernels):
     """Kernels of a pass through a decoder. Rules and letters: :class:`~outrider.device.KernelSet`."""
 
@@ -154,11 +159,17 @@ class ModelKernels(BookkeepingKernels):
         ``biases`` are added to the two products of each expert, and replace :meth:`silu_mul` by their activation. The model
         passes them only if it has them, and only to kernels whose ``optional_operands`` list ``expert_biases``.
         """
-        operands = (None, None, 0.0, 0.0) if biases is None else (biases.gate_up, biases.down, *biases.activation)
-        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down, *operands)  # type: ignore[no-any-return]  # torch.ops has no types
+        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down, *bias_operands(biases))  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts_quantized(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        *,
+        biases: ExpertBiases | None = None,
     ) -> Tensor:
         """Compute :meth:`experts` with quantised weights, ``gate_up`` [E * 2 I, H] and ``down`` [E * H, I].
 
@@ -190,6 +201,7 @@ class ModelKernels(BookkeepingKernels):
             gate_up.activations or "",
             gate_up.activation_group,
             inner,
+            *bias_operands(biases),
         )
 
     # -- cache and attention --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from outrider.device.errors import ConfigError
-from outrider.device.kernels.formats import FP8, INT4, INT8, ElementFormat
+from outrider.device.kernels.formats import FP4, FP8, INT4, INT8, ElementFormat
 from outrider.device.kernels.reference.model import spread
 from outrider.device.kernels.weights import QuantizedWeight
 
 _MIN_GROUP_COLUMNS = 8
+_E8M0_BIAS = 127
 _ROWS_AT_ONCE = 8192
 """Rows of a weight that are quantised or generated at a time: their float32 copy takes twice the bytes of bfloat16."""
 
@@ -33,6 +35,8 @@ class WeightFormat:
     """Number of a weight's columns that share a scale. 0 means all of them."""
     zeros: bool = False
     """True if each scale has a zero point, which is subtracted from the values before they are scaled."""
+    power_scales: bool = False
+    """True if scales are powers of two, in float8_e8m0fnu."""
     activations: ElementFormat | None = None
     """Format to which the product rounds activations. None: it leaves them as they are."""
     activation_group: int = 0
@@ -112,13 +116,16 @@ class WeightFormat:
         return self.weight(shape, torch.cat(data), widen_scales(scales, block, shape), zeros)
 
     def _scales(self, weight: Tensor, block: tuple[int, int], step: int) -> tuple[Tensor, Tensor | None]:
-        """Return the scales in the weight's dtype, 1 for blocks of zeros, and the zero points in int8."""
+        """Return the scales in the weight's dtype or as powers of two, 1 for blocks of zeros, and the zero points in int8."""
         divisor = self.elements.weight_divisor
         lows, highs = zip(*(_extremes(part.to(torch.float32), block) for part in weight.split(step)), strict=True)
         low, high = torch.cat(lows), torch.cat(highs)
         if not self.rows:
             low, high = low.amin(0, keepdim=True), high.amax(0, keepdim=True)
         largest = (high - low) / 2 if self.zeros else torch.maximum(high, -low)
+        if self.power_scales:  # the largest exponent of a block becomes the largest exponent of the format (OCP MX 1.0)
+            exponents = torch.frexp(largest).exponent - math.frexp(self.elements.highest)[1]
+            return _powers_of_two(torch.where(largest > 0, exponents, 0)), None
         scales = (largest / divisor).to(weight.dtype)
         scales = torch.where(scales > 0, scales, 1.0).to(weight.dtype)
         if not self.zeros:
@@ -146,10 +153,17 @@ class WeightFormat:
             part.copy_(elements.random_data(part, generator))
         scale = columns**-0.5 / elements.random_deviation
         scales = torch.empty(grid, dtype=torch.float32, device=device).uniform_(0.9 * scale, 1.1 * scale, generator=generator)
-        if block[1] < columns:
+        if self.power_scales:
+            scales = _powers_of_two(scales.log2().round())
+        elif block[1] < columns:
             scales = scales.to(scales_dtype)
         zeros = torch.randint(-2, 3, grid, dtype=torch.int8, device=device, generator=generator) if self.zeros else None
         return self.weight(shape, data, scales, zeros)
+
+
+def _powers_of_two(exponents: Tensor) -> Tensor:
+    """Return 2 to the power of each of ``exponents`` in float8_e8m0fnu, within the range of that dtype."""
+    return (exponents.clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _extremes(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -167,8 +181,9 @@ def widen_scales(scales: Tensor, block: tuple[int, int], shape: tuple[int, int])
 
     Libraries take per-row scales in float32 only, and would convert others for every product, so these few scales are
     converted once. Scales of column groups stay in their stored dtype, because they are a large share of the weight's bytes.
+    So do powers of two.
     """
-    per_row = block[1] == shape[1]
+    per_row = block[1] == shape[1] and scales.dtype.itemsize > 1
     return scales.to(torch.promote_types(scales.dtype, torch.float32)) if per_row else scales
 
 
@@ -183,6 +198,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             WeightFormat(name="int4", elements=INT4, columns=128),
             WeightFormat(name="int4-zeros", elements=INT4, columns=128, zeros=True),
             WeightFormat(name="int4-32", elements=INT4, columns=32),
+            WeightFormat(name="mxfp4", elements=FP4, columns=32, power_scales=True),
         )
     }
 )

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from outrider.device.kernels.kernelset import KernelSet
     from outrider.device.kernels.model_kernels import ModelKernels
 
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedWeight:
     """The weight [out, in] of a product, quantised: ``W[o, i] = (q[o, i] - z[o // R, i // C]) * s[o // R, i // C]``.
 
     *Values.* ``data`` holds q on the device. ``fp8``: float8_e4m3fn [out, in]. ``int8``: int8 [out, in]. ``int4``: uint8
-    [out, ceil(in / 2)]; a byte holds columns 2j (low half) and 2j + 1 (high half), each as q + 8, q from -8 to 7.
+    [out, ceil(in / 2)]; a byte holds columns 2j (low half) and 2j + 1 (high half), each as q + 8, q from -8 to 7. ``fp4``:
+    the same bytes, with q as a float: the codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and bit 3 is the sign.
 
     *Scales.* ``scales`` holds s in float32, bfloat16, float16 or float64, [ceil(out / R), ceil(in / C)] with ``block`` =
-    (R, C). A scale per channel has the block (1, in). ``zero_points`` holds z as int8 of the same shape; None: all are 0.
+    (R, C); for ``fp4`` also in float8_e8m0fnu, without NaN. A scale per channel has the block (1, in). ``zero_points`` holds
+    z as int8 of the same shape; None: all are 0.
 
     *Activations.* ``activations`` is the format to which x is quantised before the product: ``fp8``, ``int8``, or None if x
     isn't quantised. ``input_scale`` (float32 [1], on the device) is one scale for all of x. Without it, each group of
@@ -57,7 +57,7 @@ class QuantizedWeight:
         rows, columns = self.shape
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         _check("data", self.data, self.elements.data_shape(self.shape), (self.elements.dtype,))
-        _check("scales", self.scales, grid, _SCALE_DTYPES)
+        _check("scales", self.scales, grid, self.elements.scale_dtypes)
         if self.zero_points is not None:
             _check("zero_points", self.zero_points, grid, (torch.int8,))
             if self.elements.is_float:

@@ -8,8 +8,9 @@ Letters: E experts, H hidden size, I intermediate size of an expert, G groups of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles, TensorFile, TensorSlice
 from outrider.model.config.model_config import ModelConfig
+from outrider.model.quantization.storages import E8M0_NAN, PACKED, MicroscalingStorage
 
 STACKS = ("gate_up_proj", "down_proj")
 """Names of the two stacks of a layer's experts; with the suffix ``_bias``, of their biases."""
@@ -25,8 +27,6 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the numbers of 4 bits in MXFP4; the highest bit is the sign."""
 _GROUP_BYTES = 16
 """Bytes of a group of 32 columns, which share a scale, in MXFP4."""
-_NOT_A_NUMBER = 255
-"""The e8m0 scale that is no number."""
 
 
 class _ComputedStack(TensorFile):
@@ -58,8 +58,8 @@ class _ComputedStack(TensorFile):
         return self._dtype
 
 
-def with_model_stacks(config: ModelConfig, files: CheckpointFiles) -> CheckpointFiles:
-    """Return ``files`` with the experts' stacks in the layout of the model.
+def with_model_stacks(config: ModelConfig, files: CheckpointFiles, *, packed: bool = False) -> CheckpointFiles:
+    """Return ``files`` with the experts' stacks in the layout of the model. ``packed``: stacks of MXFP4 stay so.
 
     Published Qwen3-VL-MoE checkpoints store each matrix of a stack transposed; those that transformers saves do not. All
     gpt-oss checkpoints do unless they store MXFP4, and all alternate the columns of gate and up. Raises
@@ -71,7 +71,7 @@ def with_model_stacks(config: ModelConfig, files: CheckpointFiles) -> Checkpoint
         return files
     transposed = [key for key in files.tensors if key.endswith(STACKS) and len(files.shape(key)) == 3]
     stacks: dict[str, _ComputedStack] = {key: _transposed(files, key) for key in transposed}
-    files = dequantized_stacks(files)
+    files = _model_tensors(files, _packed if packed else _dequantized)
     stacks |= {key: file for key, file in files.tensors.items() if isinstance(file, _ComputedStack)}
     for key in files.tensors:
         if key.endswith(tuple(f"{name}{_BIAS}" for name in STACKS)) and len(files.shape(key)) == 2:
@@ -82,7 +82,14 @@ def with_model_stacks(config: ModelConfig, files: CheckpointFiles) -> Checkpoint
 
 
 def dequantized_stacks(files: CheckpointFiles) -> CheckpointFiles:
-    """Return ``files`` with a dequantized stack in place of each pair of MXFP4 blocks and scales.
+    """Return ``files`` with a dequantized stack in place of each pair of MXFP4 blocks and scales."""
+    return _model_tensors(files, _dequantized)
+
+
+def _model_tensors(
+    files: CheckpointFiles, replacement: Callable[[CheckpointFiles, str], Mapping[str, _ComputedStack]]
+) -> CheckpointFiles:
+    """Return ``files`` with ``replacement(files, name)`` in place of each pair of MXFP4 blocks and scales.
 
     Blocks are uint8 [E, rows, G, 16], with the lower column of two in the lower half of a byte. Scales are uint8 [E, rows,
     G], the exponents of powers of two with a bias of 127. Raises :class:`CheckpointError` for other shapes and dtypes, and
@@ -105,26 +112,49 @@ def dequantized_stacks(files: CheckpointFiles) -> CheckpointFiles:
                 f"{files.tensors[key].path}: {shown(pair[0])} and its scales are {found}; expected uint8 [E, rows, G, 16] "
                 "and uint8 [E, rows, G] (MXFP4)"
             )
-        tensors[stem] = _dequantized(files, stem)
-    stored = {f"{stem}{suffix}" for stem in tensors.keys() - files.tensors.keys() for suffix in (_BLOCKS, _SCALES)}
-    return replace(files, tensors={key: file for key, file in tensors.items() if key not in stored})
+        tensors |= replacement(files, stem)
+        tensors = {key: file for key, file in tensors.items() if key not in pair}
+    return replace(files, tensors=tensors)
 
 
-def _dequantized(files: CheckpointFiles, stem: str) -> _ComputedStack:
+def _packed(files: CheckpointFiles, stem: str) -> Mapping[str, _ComputedStack]:
+    """Return the bytes [E, rows, columns / 2] and the exponents [E, rows, G] of the stack ``stem``, by their names."""
+    blocks, scales = f"{stem}{_BLOCKS}", f"{stem}{_SCALES}"
+    (count, rows, groups, _), file = files.shape(blocks), files.tensors[blocks]
+
+    def bytes_of(expert: int) -> Tensor:
+        return file.read_tensor(blocks, TensorSlice(0, 0, rows, expert))[0].flatten(1)
+
+    packed, exponents = f"{stem}.{PACKED}", f"{stem}.{MicroscalingStorage().scale}"
+    return {
+        packed: _ComputedStack(file, packed, (count, rows, groups * _GROUP_BYTES), torch.uint8, bytes_of),
+        exponents: _ComputedStack(file, exponents, (count, rows, groups), torch.uint8, partial(_exponents, files, scales)),
+    }
+
+
+def _exponents(files: CheckpointFiles, scales: str, expert: int) -> Tensor:
+    """Return the exponents [rows, G] of an expert. Raises :class:`CheckpointError` for one that is no number."""
+    exponents = files.tensors[scales].read_tensor(scales, TensorSlice(0, 0, files.shape(scales)[1], expert))[0]
+    if bool((exponents == E8M0_NAN).any()):
+        raise CheckpointError(
+            f"{files.tensors[scales].path}: tensor {shown(scales)} has a scale that is no number ({E8M0_NAN})"
+        )
+    return exponents
+
+
+def _dequantized(files: CheckpointFiles, stem: str) -> Mapping[str, _ComputedStack]:
     blocks, scales = f"{stem}{_BLOCKS}", f"{stem}{_SCALES}"
     (count, rows, groups, _), pairs_of_bytes = files.shape(blocks), _pairs_of_bytes()
 
     def matrix(expert: int) -> Tensor:
-        own = TensorSlice(0, 0, rows, expert)
-        exponents = files.tensors[scales].read_tensor(scales, own)[0]
-        if bool((exponents == _NOT_A_NUMBER).any()):
-            raise CheckpointError(f"{files.tensors[scales].path}: tensor {shown(scales)} has a scale that is no number (255)")
-        stored = files.tensors[blocks].read_tensor(blocks, own).flatten().to(torch.int32)
+        exponents = _exponents(files, scales, expert)
+        stored = files.tensors[blocks].read_tensor(blocks, TensorSlice(0, 0, rows, expert)).flatten().to(torch.int32)
         numbers = pairs_of_bytes.index_select(0, stored).view(torch.bfloat16).view(rows, groups, -1)
         factors = exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)  # powers of two: the products are exact
         return numbers.mul_(factors.unsqueeze(-1)).flatten(1)
 
-    return _ComputedStack(files.tensors[blocks], stem, (count, rows, groups * 2 * _GROUP_BYTES), torch.bfloat16, matrix)
+    shape = count, rows, groups * 2 * _GROUP_BYTES
+    return {stem: _ComputedStack(files.tensors[blocks], stem, shape, torch.bfloat16, matrix)}
 
 
 def _pairs_of_bytes() -> Tensor:

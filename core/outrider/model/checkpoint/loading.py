@@ -303,7 +303,9 @@ def plan_decoder(
     kernels = backend.kernels_in_use if kernels is None else kernels
     config = read_model_config(Path(directory), drafts=drafts)
     config.check_kernels(kernels)
-    files = with_model_stacks(config, open_checkpoint(Path(directory)))
+    quantization = read_quantization(Path(directory), mode=quantized)
+    packed = quantization is not None and quantization.packs_stacks(backend)
+    files = with_model_stacks(config, open_checkpoint(Path(directory)), packed=packed)
     config = replace(_untie(config, files), max_context=max(config.max_context, positions))
     ranks = or_single_rank(ranks)
     shards = ranks.shards
@@ -317,7 +319,6 @@ def plan_decoder(
         optional.add(_HEAD)
     if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
-    quantization = read_quantization(Path(directory), mode=quantized)
     strategy = None if quantization is None or kv_dtype == "plain" else quantization.cache_strategy
     format = resolve_cache_format(kv_dtype, strategy, kernels, backend, str(files.origin))
     stem = decoder_stem(files.tensors)
@@ -356,7 +357,7 @@ def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
     part of this rank counts.
     """
     own = draft_dir.resolve() == plan.files.origin.parent.resolve()
-    files = plan.files if own else dequantized_stacks(open_checkpoint(draft_dir))
+    files = plan.files if own else _with_draft_stacks(open_checkpoint(draft_dir), plan, draft_dir)
     found = 0
     for key in files.tensors:
         if is_mtp_tensor(key) or not own:
@@ -364,6 +365,16 @@ def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
             ranks = plan.ranks.shards.mlp.size if ".experts." in key else 1
             found += math.prod(files.shape(key)) * (1 if stored.itemsize == 1 else plan.dtype.itemsize) // ranks
     return found
+
+
+def _with_draft_stacks(files: CheckpointFiles, plan: DecoderPlan, draft_dir: Path) -> CheckpointFiles:
+    """Return ``files`` with dequantized stacks of experts, unless they stay packed in the mode of the target's weights."""
+    dequantized = dequantized_stacks(files)
+    if dequantized.tensors.keys() == files.tensors.keys():
+        return files
+    mode = "kernels" if plan.quantization is None else plan.quantization.mode
+    quantization = read_quantization(draft_dir, mode=mode)
+    return files if quantization is not None and quantization.packs_stacks(plan.backend) else dequantized
 
 
 def _untie(config: ModelConfig, files: CheckpointFiles) -> ModelConfig:

@@ -29,6 +29,7 @@ from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
+from outrider.model.quantization.storages import PACKED
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
 """Format of heads of multi-token prediction by the prefix of their tensors' names."""
@@ -343,7 +344,8 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
     experts = config.experts
     if experts is None:
         return
-    stacks = {key.rpartition(".")[0] for key in tensors if key.endswith(STACKS)}
+    names = (key.removesuffix(f".{PACKED}") for key in tensors)
+    stacks = {name.rpartition(".")[0] for name in names if name.endswith(STACKS)}
     layers = config.num_layers - len(experts.dense_layers) - len(stacks)
     if layers * experts.count > len(tensors):
         raise CheckpointError(
@@ -442,6 +444,8 @@ def stack_experts(experts: ExpertsConfig, fields: dict[str, Any]) -> dict[str, A
     """
     stacks = {key: fields[key] for key in ("gate_up", "down")}
     biases = {key: fields[key] for key in ("gate_up_bias", "down_bias") if key in fields}
+    if biases and not isinstance(stacks["down"], Tensor):  # zeros on a rank that doesn't add the bias
+        biases.setdefault("down_bias", biases["gate_up_bias"].new_zeros(stacks["down"].shape[0]))
     return (
         fields
         | {

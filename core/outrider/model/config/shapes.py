@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.device import ConfigError, DecoderShape
+from outrider.device import ClampedActivation, ConfigError, DecoderShape
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig, RecurrentConfig
 from outrider.model.config.rope import RopeConfig
 from outrider.model.layers.ranks import Shard, Shards
@@ -79,12 +79,34 @@ def _qwen35(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], v
     return _shape(family, hidden, inner, layers, heads, 248320, 262144, rope=rope, **common, **other)
 
 
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+    """Return the ModelConfig of a gpt-oss model, of whose layers every second one has a window of 128 tokens."""
+    rope = RopeConfig(kind="yarn", theta=150000.0, factor=32.0, original_context=4096, truncate=False)
+    return _shape(
+        "gpt_oss",
+        2880,
+        2880,
+        layers,
+        (64, 8, 64),
+        201088,
+        131072,
+        rope=rope,
+        attention_bias=True,
+        output_bias=True,
+        attention_sinks=True,
+        windows=(128, 0) * (layers // 2),
+        experts=replace(_mixture(experts, 4, 2880), biases=ClampedActivation(7.0, 1.702)),
+    )
+
+
 def _mixture(count: int, per_token: int, inner: int) -> ExpertsConfig:
     return ExpertsConfig(count=count, per_token=per_token, intermediate_size=inner, renormalize=True)
 
 
 SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
     {
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
         "llama-2-7b": _shape("llama", 4096, 11008, 32, (32, 32, 128), 32000, 4096),
         "llama-2-13b": _shape("llama", 5120, 13824, 40, (40, 40, 128), 32000, 4096),
         "llama-3.1-8b": _llama3(4096, 14336, 32, (32, 8, 128)),

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.device import ConfigError
-from outrider.device.kernels.formats import FP8, INT4, INT8
-from outrider.device.kernels.weight_formats import WeightFormat
+from outrider.device.kernels.formats import FP4, FP8, INT4, INT8
+from outrider.device.kernels.weight_formats import WeightFormat, weight_format
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import present, read_json, wrap_read_errors
 from outrider.model.config.config_fields import is_whole
@@ -25,6 +25,7 @@ from outrider.model.quantization.storages import (
     COMPRESSED_STORAGES,
     AwqStorage,
     GptqStorage,
+    MicroscalingStorage,
     PackedStorage,
     Scheme,
     ValuesStorage,
@@ -129,7 +130,8 @@ def read_quantization(directory: Path, *, mode: str = "kernels") -> Quantization
             scheme=_METHODS[method]({**config, KEY: None}),
             mode=checked_mode,
             cache=cache,
-            weights=method != "mxfp4" and (method != "compressed-tensors" or bool(config.get("config_groups"))),
+            weights=method not in _STACK_SCHEMES and (method != "compressed-tensors" or bool(config.get("config_groups"))),
+            stacks=_STACK_SCHEMES.get(method),
         )
 
 
@@ -238,6 +240,8 @@ def _group_scheme(name: str, group: Any, default_format: str) -> Scheme | None:
         raise ConfigError(f"{what}: the format isn't supported; supported are {known}; {_INSTEAD}")
     storage = COMPRESSED_STORAGES[format]
     is_packed, is_integer = isinstance(storage, PackedStorage), weights.type == "int"
+    if isinstance(storage, MicroscalingStorage):
+        return _microscaling_scheme(what, group, storage, source)
     fits = weights.num_bits == 8 if not is_integer else weights.num_bits in ((4, 8) if is_packed else range(2, 9))
     if not fits or (is_packed and not is_integer):
         raise ConfigError(f"{what}: expected 4 or 8 bits of type int, or 8 of type float; {_INSTEAD}")
@@ -264,6 +268,14 @@ def _group_scheme(name: str, group: Any, default_format: str) -> Scheme | None:
         **_input_activations(source, group.input_activations),
     )
     return Scheme(parsed, storage, source)
+
+
+def _microscaling_scheme(what: str, group: Any, storage: MicroscalingStorage, source: str) -> Scheme:
+    weights = group.weights
+    fits = weights.num_bits == FP4.bits and weights.type == "float" and weights.strategy == "group" and weights.symmetric
+    if not fits or weights.dynamic or group.input_activations is not None:
+        raise ConfigError(f"{what}: expected 4 bits of type float, strategy group, and unquantised activations; {_INSTEAD}")
+    return Scheme(WeightFormat(elements=FP4, columns=weights.group_size, power_scales=True), storage, source)
 
 
 def _input_activations(source: str, args: Any) -> dict[str, Any]:
@@ -493,13 +505,16 @@ _AUTO_ROUND_LAYOUTS = MappingProxyType({"auto_gptq": "gptq", "gptqmodel": "gptq_
 """Layouts of AutoRound's packed words, by its names of them."""
 
 
-def _mxfp4(config: Mapping[str, Any]) -> FindScheme:
-    """Return no scheme for every module: only stacks of experts are MXFP4, which are dequantized when they are read
-    (:mod:`outrider.model.checkpoint.expert_stacks`).
-    """
+def _only_stacks(config: Mapping[str, Any]) -> FindScheme:
+    """Return no scheme for every module: only stacks of experts are quantized (:attr:`Quantization.stacks`)."""
     del config
     return lambda module: None
 
+
+_STACK_SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+    {"mxfp4": Scheme(weight_format("mxfp4"), MicroscalingStorage(), _KEY)}
+)
+"""Schemes of the tensors with all experts of a layer, by the method that stores them so."""
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], FindScheme]] = MappingProxyType(
     {
@@ -510,6 +525,6 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], FindScheme]] = MappingProxy
         "modelopt": _modelopt,
         "auto-round": _auto_round,
         "intel/auto-round": _auto_round,
-        "mxfp4": _mxfp4,
+        **dict.fromkeys(_STACK_SCHEMES, _only_stacks),
     }
 )

@@ -18,7 +18,7 @@ from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, TensorSlice, wrap_read_errors
 from outrider.model.quantization.cache import read_scale_strategy
-from outrider.model.quantization.storages import FLOATS, Scheme, repeat_rows
+from outrider.model.quantization.storages import FLOATS, PACKED, Scheme, repeat_rows
 
 # -- exact changes of the layout: values are repacked and scales are repeated ------------------------------------------
 
@@ -181,6 +181,17 @@ class Quantization:
     """The unparsed KV cache scheme of the config, or None."""
     weights: bool = True
     """True if the config declares quantized weights, not just a quantized cache."""
+    stacks: Scheme | None = None
+    """Scheme of tensors that hold all experts of a layer; None if they are unquantized."""
+
+    def packs_stacks(self, backend: Backend) -> bool:
+        """Return True if tensors of all experts stay quantized on ``backend``; else they are dequantized while they are read.
+
+        In mode ``kernels`` they are dequantized for a backend without kernels for their format.
+        """
+        if self.stacks is None or self.mode != "kernels":
+            return self.stacks is not None and self.mode == "reference"
+        return self.stacks.format.elements.name in backend.capabilities.quantized_formats
 
     @property
     def cache_strategy(self) -> str | None:
@@ -196,8 +207,10 @@ class Quantization:
         """Return the scheme of a piece, or None if the piece is unquantized.
 
         Lists of exceptions in configs are often incomplete. A weight that is stored in a floating-point dtype, without any
-        tensor of a quantized weight, therefore counts as unquantized.
+        tensor of a quantized weight, therefore counts as unquantized. A tensor of all experts is quantized if it is packed.
         """
+        if piece.stack:
+            return self.stacks if f"{piece.key}.{PACKED}" in files.tensors else None
         if not piece.key.endswith(_WEIGHT) or len(piece.shape) != 2 or piece.key.endswith(_EMBEDDING):
             return None
         module = piece.key.removesuffix(_WEIGHT)
@@ -223,8 +236,10 @@ class Quantization:
             if scheme is None:
                 found.append(piece)
                 continue
-            shape, module = (piece.shape[0], piece.shape[1]), piece.key.removesuffix(_WEIGHT)
-            for each in scheme.stored(shape):
+            (rows, columns), stacked = piece.shape[-2:], piece.shape[:-2]
+            module = piece.key.removesuffix(_WEIGHT)
+            for each in scheme.stored((rows, columns)):
+                shapes = [(*stacked, *shape) for shape in each.shapes]
                 key = each.key(module, files.tensors)
                 is_present = key in files.tensors
                 if each.optional and not is_present:
@@ -235,8 +250,8 @@ class Quantization:
                         f"{files.tensors[key].path}: tensor {shown(key)} is {files.dtype_name(key)}, expected {names}, since "
                         f"{scheme.source} says {scheme.format.elements.name}"
                     )
-                found_shape = files.shape(key) if is_present else each.shapes[0]
-                found.append(Piece(key, found_shape if found_shape in each.shapes else each.shapes[0]))
+                found_shape = files.shape(key) if is_present else shapes[0]
+                found.append(Piece(key, found_shape if found_shape in shapes else shapes[0]))
         return found
 
     def unused_tensors(self, files: CheckpointFiles, targets: Sequence[Target]) -> set[str]:
@@ -297,9 +312,12 @@ class Quantization:
             if scheme is None:
                 part: Tensor | QuantizedWeight = files.read_tensor(piece.key, piece.tensor_slice).to(dtype)
             else:
-                if piece.key not in read:
-                    read[piece.key] = self._read(files, piece, scheme)
-                part = slice_weight(read[piece.key], piece.tensor_slice)
+                if piece.stack:
+                    part = self._read_stack(files, piece, scheme)
+                else:
+                    if piece.key not in read:
+                        read[piece.key] = self._read(files, piece, scheme)
+                    part = slice_weight(read[piece.key], piece.tensor_slice)
                 if self.mode == "dequantize":
                     part = _dequantized(part, dtype)
             joined.append(part)
@@ -322,6 +340,16 @@ class Quantization:
             return scheme.storage.read(scheme.format, shape, tensors, grouped=grouped)
         except ConfigError as error:
             raise CheckpointError(f"{files.origin}: tensors of {module}: {error}") from error
+
+    def _read_stack(self, files: CheckpointFiles, piece: Piece, scheme: Scheme) -> QuantizedWeight:
+        """Return the rows of one expert, or the same columns of all experts."""
+        _, rows, columns = piece.shape
+        part = piece.tensor_slice
+        own_rows = part if part is not None and part.dim == 0 else None
+        keys = {each.suffix: f"{piece.key}.{each.suffix}" for each in scheme.stored((rows, columns))}
+        tensors = {suffix: files.tensors[key].read_tensor(key, own_rows).flatten(0, 1) for suffix, key in keys.items()}
+        weight = scheme.storage.read(scheme.format, (len(tensors[PACKED]), columns), tensors, grouped=True)
+        return weight if own_rows is not None else slice_weight(weight, part)
 
 
 def _dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:

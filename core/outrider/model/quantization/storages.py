@@ -21,6 +21,10 @@ from outrider.device.kernels.weight_formats import WeightFormat
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
 _INTEGERS = (torch.int32, torch.int64)
+PACKED = "weight_packed"
+"""Suffix of the name of a tensor of packed values."""
+E8M0_NAN = 255
+"""The exponent in e8m0 that stands for NaN."""
 SUFFIXES = frozenset(
     {
         "activation_scale",
@@ -30,7 +34,7 @@ SUFFIXES = frozenset(
         "qzeros",
         "scales",
         "weight_g_idx",
-        "weight_packed",
+        PACKED,
         "weight_scale",
         "weight_scale_inv",
         "weight_shape",
@@ -166,7 +170,7 @@ class PackedStorage(ValuesStorage):
     def _stored_values(self, format: WeightFormat, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
         words = -(-shape[1] // _per_word(format))
         return (
-            StoredTensor("weight_packed", ((shape[0], words),), _INTEGERS[:1]),
+            StoredTensor(PACKED, ((shape[0], words),), _INTEGERS[:1]),
             StoredTensor("weight_shape", ((2,),), _INTEGERS),
         )
 
@@ -181,7 +185,7 @@ class PackedStorage(ValuesStorage):
     def _data(self, format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Tensor:
         if tuple(tensors["weight_shape"].tolist()) != shape:
             raise ConfigError(f"weight_shape is {tensors['weight_shape'].tolist()}, expected {list(shape)}")
-        return _data_of_unsigned(format, _unpack(format, tensors["weight_packed"], dim=1, count=shape[1]))
+        return _data_of_unsigned(format, _unpack(format, tensors[PACKED], dim=1, count=shape[1]))
 
     def _zeros(self, format: WeightFormat, grid: tuple[int, int], tensors: Mapping[str, Tensor]) -> Tensor | None:
         words = tensors.get("weight_zero_point")
@@ -191,11 +195,40 @@ class PackedStorage(ValuesStorage):
         return zeros.to(torch.int8).reshape(grid)
 
     def _written_values(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        return {"weight_packed": weight.data.view(torch.int32), "weight_shape": torch.tensor(weight.shape)}
+        return {PACKED: weight.data.view(torch.int32), "weight_shape": torch.tensor(weight.shape)}
 
     def _written_zeros(self, zeros: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(zeros.T, (0, -zeros.shape[0] % 8))
         return pack_nibbles((padded + 8).to(torch.uint8).contiguous()).contiguous().view(torch.int32).T
+
+
+@dataclass(frozen=True, slots=True)
+class MicroscalingStorage(ValuesStorage):
+    """Bytes of two 4-bit floats, and exponents of powers of two with a bias of 127: ``mxfp4-pack-quantized`` of
+    compressed-tensors.
+    """
+
+    def stored(self, format: WeightFormat, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+        """Return the declarations of the bytes and the exponents."""
+        return (
+            StoredTensor(PACKED, (format.elements.data_shape(shape),), (torch.uint8,)),
+            StoredTensor(self.scale, (format.grid(shape),), (torch.uint8,)),
+        )
+
+    def read(
+        self, format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor], *, grouped: bool
+    ) -> QuantizedWeight:
+        """Return the stored weight. Raises :class:`ConfigError` for a scale that is no number."""
+        del grouped
+        scales = tensors[self.scale]
+        if bool((scales == E8M0_NAN).any()):
+            raise ConfigError(f"{self.scale} has a scale that is no number ({E8M0_NAN})")
+        return format.weight(shape, tensors[PACKED], scales.view(torch.float8_e8m0fnu), None)
+
+    def write(self, format: WeightFormat, weight: QuantizedWeight, scales_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the bytes and the exponents of ``weight``."""
+        del format, scales_dtype
+        return {PACKED: weight.data, self.scale: weight.scales.view(torch.uint8)}
 
 
 class AwqStorage(Storage):
@@ -302,6 +335,7 @@ COMPRESSED_STORAGES: Mapping[str, ValuesStorage] = MappingProxyType(
         "int-quantized": ValuesStorage(),
         "naive-quantized": ValuesStorage(),
         "pack-quantized": PackedStorage(),
+        "mxfp4-pack-quantized": MicroscalingStorage(),
     }
 )
 """Storages of compressed-tensors, by the name of the format in its configs."""

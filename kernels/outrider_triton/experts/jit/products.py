@@ -12,7 +12,7 @@ import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, begin_late
 from outrider_triton.products.jit.matmul import prefetch_gates, sum_of_tiles, sums_of_gates, swiglu
-from outrider_triton.quantized.jit.products import sum_of_products
+from outrider_triton.quantized.jit.products import scales_of, sum_of_products
 
 PREFETCHED_COLUMNS = tl.constexpr(768)
 """Number of columns of an expert's weight that are prefetched: a program per multiprocessor then prefetches half of Hopper's
@@ -381,6 +381,20 @@ def add_experts(parts, weights, chosen, places, out, count, n, BLOCK: tl.constex
     tl.store(out + token.to(tl.int64) * n + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def clamped_mul(gate_up, chosen, out, n, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Store :func:`_clamped` of a chunk of a pair's row of ``gate_up [pairs, 2 n]`` to ``out [pairs, n]``; one program per
+    (pair, chunk). Pairs without an expert have no result.
+    """
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (lane < n) & (tl.load(chosen + row) >= 0)
+    gate = tl.load(gate_up + row * 2 * n + lane, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * n + n + lane, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * n + lane, _clamped(gate, up, LIMIT, ALPHA).to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["m"])
 def expert_quantized(
     x,
@@ -388,6 +402,7 @@ def expert_quantized(
     weight,
     scales,
     zeros,
+    bias,
     shares,
     chosen,
     order,
@@ -402,7 +417,7 @@ def expert_quantized(
     scale_columns,
     BY_PAIR: tl.constexpr,
     PACKED: tl.constexpr,
-    E4M3: tl.constexpr,
+    FLOAT: tl.constexpr,
     NATIVE: tl.constexpr,
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -420,7 +435,8 @@ def expert_quantized(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply by an expert's quantised ``weight [experts * n, k]`` into ``out [pairs, n]``.
+    """Multiply by an expert's quantised ``weight [experts * n, k]`` into ``out [pairs, n]``, and add its ``bias [experts,
+    n]`` unless that is None.
 
     BY_PAIR: a row of ``x`` belongs to a token-expert pair, and the result is multiplied by the pair's share; else a row
     belongs to a token. Other operands are those of :func:`outrider_triton.quantized.jit.products.linear_quantized`.
@@ -448,17 +464,23 @@ def expert_quantized(
         if x_scales is not None and not GROUP:
             factor *= tl.load(x_scales + source, mask=pair_mask, other=0.0)
         if BY_PAIR:
-            factor *= tl.load(shares + source, mask=pair_mask, other=0.0)
+            share = tl.load(shares + source, mask=pair_mask, other=0.0)
         if MODE == "row":
-            row_scale = tl.load(scales + first_scale, mask=row_mask, other=0.0).to(tl.float32)
+            row_scale = scales_of(tl.load(scales + first_scale, mask=row_mask, other=0))
+        if bias is not None:
+            row_bias = tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
         weights = tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes
         activations = column, pair_mask, source, x_scales, x_groups
         total = sum_of_products(
-            weights, activations, 0, k, x.dtype.element_ty, PACKED, E4M3, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
+            weights, activations, 0, k, x.dtype.element_ty, PACKED, FLOAT, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
             BLOCK_M, BLOCK_N, BLOCK_K, SUB, EVEN,
         )  # fmt: skip
         if MODE == "row":
             total *= row_scale[:, None]
         total *= factor[None, :]
+        if bias is not None:
+            total += row_bias[:, None]
+        if BY_PAIR:
+            total *= share[None, :]
         address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + row[:, None]
         tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])

@@ -35,19 +35,52 @@ _UNPACK_BF16 = _unpacking(
 _UNPACK_FP16 = _unpacking("0x64006400", "mov.b32 less, 0x64086408;", "sub.f16x2 ${}, bits, less")
 
 
+def _unpacking_floats(shift: int, magnitude: str, multiply: str) -> tl.constexpr:
+    """Return inline assembly that makes four registers of two numbers from four bytes of two e2m1 floats: the low nibbles,
+    then the high ones.
+
+    The bits of exponent and mantissa become the lowest exponent bits and the highest mantissa bit of a 16-bit float, which
+    ``multiply`` scales by the power of two between the two exponents' biases. Subnormal floats stay exact.
+    """
+    code = "{ .reg .b32 low, bits, size, power, none; mov.b32 none, 0x80008000; shl.b32 low, $4, 4;"
+    for result, (source, selected) in enumerate((("low", "0x1404"), ("low", "0x3424"), ("$4", "0x1404"), ("$4", "0x3424"))):
+        code += f" prmt.b32 bits, {source}, 0, {selected}; shr.u32 size, bits, {shift}; and.b32 size, size, {magnitude};"
+        code += f" lop3.b32 bits, bits, 0x80008000, size, 0xEA; {multiply.format(result)};"
+    return tl.constexpr(code + " }")
+
+
+_FLOATS_BF16 = _unpacking_floats(6, "0x01C001C0", "mov.b32 power, 0x7E807E80; fma.rn.bf16x2 ${}, bits, power, none")
+_FLOATS_FP16 = _unpacking_floats(3, "0x0E000E00", "mov.b32 power, 0x74007400; mul.rn.f16x2 ${}, bits, power")
+
+
 @triton.jit
-def _unpack_nibbles(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """Return both nibbles of each byte, less 8, as TYPE. ASM: convert two at a time, by inserting them into the mantissa of
-    128 or 1024.
+def _nibble_values(nibbles, FLOAT: tl.constexpr):
+    """Return the float32 values of nibbles in int32: e2m1 floats, or integers plus 8."""
+    if FLOAT:
+        code = (nibbles & 7).to(tl.float32)
+        size = tl.where(code < 4.0, code * 0.5, tl.where(code < 6.0, code - 2.0, code * 2.0 - 8.0))
+        return tl.where(nibbles < 8, size, -size)
+    else:
+        return (nibbles - 8).to(tl.float32)
+
+
+@triton.jit
+def _unpack_nibbles(packed, TYPE: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr):
+    """Return the values of both nibbles of each byte as TYPE. ASM: convert two at a time; integers are inserted into the
+    mantissa of 128 or 1024.
     """
     REGISTERS: tl.constexpr = "=r,=r,=r,=r,r"
-    if ASM and tl.bfloat16 == TYPE:
+    if ASM and FLOAT and tl.bfloat16 == TYPE:
+        return tl.inline_asm_elementwise(_FLOATS_BF16, REGISTERS, [packed], (tl.bfloat16, tl.bfloat16), True, 4)
+    elif ASM and FLOAT and tl.float16 == TYPE:
+        return tl.inline_asm_elementwise(_FLOATS_FP16, REGISTERS, [packed], (tl.float16, tl.float16), True, 4)
+    elif ASM and tl.bfloat16 == TYPE:
         return tl.inline_asm_elementwise(_UNPACK_BF16, REGISTERS, [packed], (tl.bfloat16, tl.bfloat16), True, 4)
     elif ASM and tl.float16 == TYPE:
         return tl.inline_asm_elementwise(_UNPACK_FP16, REGISTERS, [packed], (tl.float16, tl.float16), True, 4)
     else:
-        low = ((packed & 15).to(tl.int32) - 8).to(tl.float32)
-        high = ((packed >> 4).to(tl.int32) - 8).to(tl.float32)
+        low = _nibble_values((packed & 15).to(tl.int32), FLOAT)
+        high = _nibble_values((packed >> 4).to(tl.int32), FLOAT)
         return low.to(TYPE), high.to(TYPE)
 
 
@@ -71,16 +104,33 @@ def _convert_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def _load_bytes(weight, offset, mask, E4M3: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr):
+def _load_bytes(weight, offset, mask, FLOAT: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr):
     """Load 8-bit weights, zeros where ``mask`` is False, and convert them to TYPE."""
     bits = tl.load(weight + offset, mask=mask, other=0, eviction_policy="evict_first")
-    return _convert_e4m3(bits, TYPE, FP8) if E4M3 else bits.to(tl.float32).to(TYPE)
+    return _convert_e4m3(bits, TYPE, FP8) if FLOAT else bits.to(tl.float32).to(TYPE)
 
 
 @triton.jit
-def _load_repeated(grid, place, SHAPE: tl.constexpr, WIDTH: tl.constexpr):
-    """Load one value per WIDTH columns and repeat it WIDTH times."""
-    values = tl.load(grid + place).to(tl.float32)
+def scales_of(stored):
+    """Return loaded scales as float32. Bytes are exponents of powers of two, with a bias of 127 (e8m0)."""
+    if stored.dtype == tl.uint8:
+        exponent = stored.to(tl.int32)
+        return tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def _load_groups(grid, first_scale, column, scale_columns, COLUMNS: tl.constexpr, SUB: tl.constexpr):
+    """Load the scales or zero points of the SUB columns from ``column`` on, one per COLUMNS columns."""
+    groups = tl.arange(0, SUB // COLUMNS) + column // COLUMNS
+    return tl.load(grid + first_scale[:, None] + tl.minimum(groups, scale_columns - 1)[None, :])
+
+
+@triton.jit
+def _repeated(stored, SHAPE: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr = tl.float32):
+    """Return loaded scales or zero points as TYPE, each repeated for WIDTH columns."""
+    values = scales_of(stored).to(TYPE)
     values = tl.broadcast_to(values[:, :, None], [SHAPE[0], SHAPE[1] // WIDTH, WIDTH])
     return tl.reshape(values, [SHAPE[0], SHAPE[1]])
 
@@ -98,7 +148,7 @@ def dequantize(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
-    E4M3: tl.constexpr,
+    FLOAT: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -120,20 +170,20 @@ def dequantize(
         offset = row.to(tl.int64)[:, None] * row_bytes + pair[None, :]
         packed = tl.load(weight + offset, mask=row_mask & (pair < row_bytes)[None, :], other=0).to(tl.int32)
         both = tl.join(packed & 15, packed >> 4)
-        value = (tl.reshape(both, [BLOCK_N, BLOCK_K]) - 8).to(tl.float32)
+        value = _nibble_values(tl.reshape(both, [BLOCK_N, BLOCK_K]), FLOAT)
     else:
-        value = _load_bytes(weight, row.to(tl.int64)[:, None] * k + column[None, :], mask, E4M3, tl.float32, FP8)
+        value = _load_bytes(weight, row.to(tl.int64)[:, None] * k + column[None, :], mask, FLOAT, tl.float32, FP8)
     if WIDTH:
         groups = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K // WIDTH) * WIDTH) // COLUMNS
         place = (tl.minimum(row, n - 1) // ROWS)[:, None] * scale_columns + tl.minimum(groups, scale_columns - 1)[None, :]
         if zeros is not None:
-            value -= _load_repeated(zeros, place, [BLOCK_N, BLOCK_K], WIDTH)
-        value *= _load_repeated(scales, place, [BLOCK_N, BLOCK_K], WIDTH)
+            value -= _repeated(tl.load(zeros + place), [BLOCK_N, BLOCK_K], WIDTH)
+        value *= _repeated(tl.load(scales + place), [BLOCK_N, BLOCK_K], WIDTH)
     else:
         place = (row // ROWS)[:, None] * scale_columns + (column // COLUMNS)[None, :]
         if zeros is not None:
             value -= tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
-        value *= tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
+        value *= scales_of(tl.load(scales + place, mask=mask, other=0))
     tl.store(out + row.to(tl.int64)[:, None] * k + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -145,7 +195,7 @@ def sum_of_products(
     ends,
     TYPE: tl.constexpr,
     PACKED: tl.constexpr,
-    E4M3: tl.constexpr,
+    FLOAT: tl.constexpr,
     NATIVE: tl.constexpr,
     MODE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -169,17 +219,23 @@ def sum_of_products(
     column, token_mask, tokens, x_scales, x_groups = activations
     WIDE: tl.constexpr = 2 if PACKED else 1
     SUB_BYTES: tl.constexpr = SUB // WIDE
-    WEIGHT_FILL: tl.constexpr = 0.0 if NATIVE and E4M3 else 0
-    TOKEN_FILL: tl.constexpr = 0 if PACKED or (NATIVE and not E4M3) else 0.0
+    WEIGHT_FILL: tl.constexpr = 0.0 if NATIVE and FLOAT else 0
+    TOKEN_FILL: tl.constexpr = 0 if PACKED or (NATIVE and not FLOAT) else 0.0
     PARTS: tl.constexpr = MODE == "block" or GROUP > 0
+    # The product of a 4-bit float and a power of two is a bfloat16. The interpreter doesn't multiply these.
+    EXACT: tl.constexpr = ASM and PACKED and FLOAT and scales.dtype.element_ty == tl.uint8 and tl.bfloat16 == TYPE
+    SCALES: tl.constexpr = TYPE if EXACT else tl.float32
     lane = tl.arange(0, SUB_BYTES)
     column_mask = token_mask[None, :]
     # A block's scales are loaded while the preceding block is multiplied. A share may have no columns.
     first_column = tl.minimum(begins, ends - 1)
     if MODE == "block":
-        factor = tl.load(scales + first_scale + first_column // COLUMNS, mask=row_mask, other=0.0).to(tl.float32)
+        factor = scales_of(tl.load(scales + first_scale + first_column // COLUMNS, mask=row_mask, other=0))
         if zeros is not None:
             zero = tl.load(zeros + first_scale + first_column // COLUMNS, mask=row_mask, other=0).to(tl.float32)
+    if MODE == "fine":
+        first_group = tl.where(row_mask, first_scale, 0)
+        stored = _load_groups(scales, first_group, first_column, scale_columns, COLUMNS, SUB)
     if GROUP:
         divisor = tl.load(x_scales + tokens * x_groups + first_column // GROUP, mask=token_mask, other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -200,21 +256,25 @@ def sum_of_products(
                 )
                 t = tl.load(column + place, mask=column_mask & (lane[:, None] + place < row_bytes), other=TOKEN_FILL)
             if MODE == "fine":
-                groups = tl.arange(0, SUB // COLUMNS) + column_start // COLUMNS
-                inside = tl.minimum(groups, scale_columns - 1)
-                grid = tl.where(row_mask, first_scale, 0)[:, None] + inside[None, :]
-                factor = _load_repeated(scales, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE)
-                zero_points = _load_repeated(zeros, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE) if zeros is not None else 0.0
+                factor = _repeated(stored, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE, SCALES)
+                stored = _load_groups(scales, first_group, next_column, scale_columns, COLUMNS, SUB)
+                zero_points = 0.0
+                if zeros is not None:
+                    own = _load_groups(zeros, first_group, column_start, scale_columns, COLUMNS, SUB)
+                    zero_points = _repeated(own, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE)
             if PACKED:
-                low, high = _unpack_nibbles(w, TYPE, ASM)
+                low, high = _unpack_nibbles(w, TYPE, FLOAT, ASM)
                 even = (t & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
                 odd = ((t >> 16) & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
-                if MODE == "fine":
+                if MODE == "fine" and EXACT:
+                    low *= factor
+                    high *= factor
+                elif MODE == "fine":
                     low = ((low.to(tl.float32) - zero_points) * factor).to(TYPE)
                     high = ((high.to(tl.float32) - zero_points) * factor).to(TYPE)
                 part = tl.dot(low, even, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
                 part = tl.dot(high, odd, part)
-            elif NATIVE and E4M3:
+            elif NATIVE and FLOAT:
                 # Hopper's unit accumulates e4m3 with few bits: limit the columns, then add in float32.
                 initial = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total
                 part = tl.dot(w, t, initial, max_num_imprecise_acc=min(SUB, 128))
@@ -223,7 +283,7 @@ def sum_of_products(
                 if not PARTS:
                     part += total
             else:
-                number = _convert_e4m3(w, TYPE, FP8) if E4M3 else w.to(tl.float32).to(TYPE)
+                number = _convert_e4m3(w, TYPE, FP8) if FLOAT else w.to(tl.float32).to(TYPE)
                 if MODE == "fine":
                     number = ((number.to(tl.float32) - zero_points) * factor).to(TYPE)
                 part = tl.dot(number, t, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
@@ -236,7 +296,7 @@ def sum_of_products(
                     part -= zero[:, None] * token_sum[None, :]
                     zero = tl.load(zeros + first_scale + next_column // COLUMNS, mask=row_mask, other=0).to(tl.float32)
                 part *= factor[:, None]
-                factor = tl.load(scales + first_scale + next_column // COLUMNS, mask=row_mask, other=0.0).to(tl.float32)
+                factor = scales_of(tl.load(scales + first_scale + next_column // COLUMNS, mask=row_mask, other=0))
             if GROUP:
                 part *= divisor[None, :]
                 divisor = tl.load(x_scales + tokens * x_groups + next_column // GROUP, mask=token_mask, other=0.0)
@@ -262,7 +322,7 @@ def linear_quantized(
     rows_per_program,
     prefetch_columns,
     PACKED: tl.constexpr,
-    E4M3: tl.constexpr,
+    FLOAT: tl.constexpr,
     NATIVE: tl.constexpr,
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -286,7 +346,8 @@ def linear_quantized(
     - With x_scales, x was divided by ``x_scales [m, x_groups]``, one per GROUP columns (0: per row).
     - SPLIT: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. EVEN: k is a multiple of SPLIT *
     BLOCK_K.
-    - PACKED: a byte holds two columns of four bits, and ``x`` is read in pairs of columns. E4M3: values are floats.
+    - PACKED: a byte holds two columns of four bits, and ``x`` is read in pairs of columns.
+    - FLOAT: values are floats. Scales of four-bit floats may be bytes (:func:`scales_of`).
     """
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     WIDE: tl.constexpr = 2 if PACKED else 1
@@ -301,7 +362,7 @@ def linear_quantized(
         prefetch_rows(first, tl.minimum(prefetch_columns, (ends - begins) // (2 * WIDE)))
     first_scale = (rows // ROWS) * scale_columns
     if MODE == "row":  # a weight, so its load may precede the wait
-        factor = tl.load(scales + first_scale, mask=row_mask, other=0.0).to(tl.float32)
+        factor = scales_of(tl.load(scales + first_scale, mask=row_mask, other=0))
     begin_late(PDL)
 
     lane = tl.arange(0, SUB_BYTES)
@@ -316,7 +377,7 @@ def linear_quantized(
     weights = tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes
     activations = column, tokens < m, tokens, x_scales, x_groups
     total = sum_of_products(
-        weights, activations, begins, ends, x.dtype.element_ty, PACKED, E4M3, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
+        weights, activations, begins, ends, x.dtype.element_ty, PACKED, FLOAT, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
         BLOCK_M, BLOCK_N, BLOCK_K, SUB, EVEN,
     )  # fmt: skip
     if MODE == "row":

@@ -43,6 +43,18 @@ def clamped_mul(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(gate_up.dtype)
 
 
+def _activated(gate_up: Tensor, own: Tensor, bias: Tensor | None, limit: float, alpha: float) -> Tensor:
+    """Return the activation of ``gate_up`` [blocks, rows, 2 I], the products of the experts ``own`` [blocks]: that of
+    :func:`clamped_mul` if the experts have a ``bias`` [E, 2 I].
+    """
+    return silu_mul(gate_up) if bias is None else clamped_mul(_with_bias(gate_up, own, bias), limit, alpha)
+
+
+def _with_bias(products: Tensor, own: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``products`` [blocks, rows, N] of the experts ``own`` [blocks] plus their rows of ``bias`` [E, N]."""
+    return products if bias is None else products + bias.index_select(0, own).unsqueeze(1)
+
+
 def experts(
     x: Tensor,
     weights: Tensor,
@@ -59,10 +71,8 @@ def experts(
 
     def multiply(rows: Tensor, own: Tensor) -> Tensor:
         both, second = torch.bmm(rows, gate_up.index_select(0, own).mT), down.index_select(0, own).mT
-        if gate_up_bias is None or down_bias is None:
-            return torch.bmm(silu_mul(both), second)
-        activated = clamped_mul(both + gate_up_bias.index_select(0, own).unsqueeze(1), limit, alpha)
-        return torch.bmm(activated, second) + down_bias.index_select(0, own).unsqueeze(1)
+        activated = _activated(both, own, gate_up_bias, limit, alpha)
+        return _with_bias(torch.bmm(activated, second), own, down_bias)
 
     return _mixed(x, weights, chosen, multiply, count=gate_up.shape[0], expert_bytes=expert_bytes)
 
@@ -86,6 +96,10 @@ def experts_quantized(
     activations: str,
     activation_group: int,
     inner: int,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
+    alpha: float = 0.0,
 ) -> Tensor:
     """Compute :func:`experts` with the dequantized weights of a block's experts.
 
@@ -98,7 +112,7 @@ def experts_quantized(
     ) -> Tensor:
         rows = own.shape[0] * shape[0]
         return dequantize(
-            _of_experts(data.view(torch.uint8), own, experts).view(data.dtype),  # torch indexes no e4m3
+            _of_experts(data, own, experts),
             _of_experts(scales, own, experts),
             None if zeros is None else _of_experts(zeros, own, experts),
             format,
@@ -112,16 +126,17 @@ def experts_quantized(
 
     def multiply(rows: Tensor, own: Tensor) -> Tensor:
         first = dequantized(own, gate_up, gate_up_scales, gate_up_zeros, gate_up_block, (2 * inner, hidden))
-        activated = silu_mul(torch.bmm(quantized(rows, gate_up_input), first.mT))
+        activated = _activated(torch.bmm(quantized(rows, gate_up_input), first.mT), own, gate_up_bias, limit, alpha)
         second = dequantized(own, down, down_scales, down_zeros, down_block, (hidden, inner))
-        return torch.bmm(quantized(activated, down_input), second.mT)
+        return _with_bias(torch.bmm(quantized(activated, down_input), second.mT), own, down_bias)
 
     return _mixed(x, weights, chosen, multiply, count=experts, expert_bytes=3 * inner * hidden * x.element_size())
 
 
 def _of_experts(stack: Tensor, own: Tensor, experts: int) -> Tensor:
     """Return the rows of the experts ``own``, concatenated, from a stack of all experts' weights."""
-    return stack.view(experts, -1, stack.shape[-1]).index_select(0, own).flatten(0, 1)
+    stored = stack.view(torch.uint8) if stack.dtype.itemsize == 1 else stack  # torch indexes no floats of 8 bits
+    return stored.view(experts, -1, stack.shape[-1]).index_select(0, own).flatten(0, 1).view(stack.dtype)
 
 
 def _mixed(

@@ -337,6 +337,8 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the dequantized weight [out, in] in ``dtype``, computed in float32 or wider and rounded once."""
+    if scales.dtype.itemsize == 1:  # powers of two, which torch doesn't promote
+        scales = scales.to(torch.float32)
     wide = torch.promote_types(dtype, torch.promote_types(scales.dtype, torch.float32))
     values = QUANTIZED_FORMATS[format].decode(data, shape[1], wide)
     if zero_points is not None:
