@@ -165,7 +165,7 @@ def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed:
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.3)
-    size = sum(parameter.nbytes for parameter in model.parameters())
+    size = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
     return model.eval()
 

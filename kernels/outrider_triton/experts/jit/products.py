@@ -79,7 +79,7 @@ def route(
         value = value / tl.sum(value, axis=0)
         remaining = tl.where(is_expert, value, -1.0)
     else:
-        value = tl.sigmoid(value)
+        value = tl.sigmoid(tl.where(is_expert, value, 0.0))
         remaining = value + tl.load(correction + lane, mask=is_expert, other=0.0)
         remaining = tl.where(is_expert, remaining, float("-inf"))
         if GROUPS > 1:
