@@ -58,7 +58,8 @@ def _in_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
     best = members.topk(min(2, members.shape[2]), dim=-1)[0].sum(-1)
     order = best.sort(dim=-1, descending=True, stable=True)[1]
     is_left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, order[:, :chosen], False)
-    return members.masked_fill(is_left_out.unsqueeze(-1), float("-inf")).flatten(1)
+    kept: Tensor = members.masked_fill(is_left_out.unsqueeze(-1), float("-inf"))
+    return kept.flatten(1)
 
 
 def clamped_mul(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
