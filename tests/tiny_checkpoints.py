@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+_GROUPED |= {"n_group": 4, "topk_group": 2}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "mixtral-window": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7},
@@ -59,6 +61,26 @@ MIXTURES: dict[str, dict[str, Any]] = {
             "rope_theta": 10000.0,
         },
     },
+    "glm4_moe": {
+        **_GROUPED,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "norm_topk_prob": True,
+        "num_mtp_layers": 0,
+    },
+    "glm4_moe-plain": {
+        **_GROUPED,
+        "model_type": "glm4_moe",
+        "n_shared_experts": 2,
+        "head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "dots1": {**_GROUPED, "n_shared_experts": 1, "head_dim": 16, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
     "qwen2_moe-sliding": {
         "model_type": "qwen2_moe",
         **_EXPERTS,
@@ -140,7 +162,10 @@ def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed:
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("norm.weight", ".bias", "proj_bias")):  # ones and zeros would hide a mistake
             torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)
-    size = sum(parameter.nbytes for parameter in model.parameters())
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
+    size = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
     return model.eval()
 

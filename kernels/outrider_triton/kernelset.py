@@ -28,6 +28,7 @@ from outrider.device import (
     RequestInputs,
     RequestRows,
     RotaryArgs,
+    SigmoidRouting,
     Stream,
     Weight,
 )
@@ -368,14 +369,21 @@ class TritonKernels(FusedBlocks):
         return _TRITON.paged_attention.triton(*self.attention.operands(call, config), 0, sinks)  # type: ignore[no-any-return]
 
     def route(
-        self, logits: Tensor, count: int, *, renormalize: bool, held: tuple[int, int] | None = None
+        self,
+        logits: Tensor,
+        count: int,
+        *,
+        renormalize: bool,
+        held: tuple[int, int] | None = None,
+        sigmoid: SigmoidRouting | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the ``count`` experts of each token, with one program per token. There are at most
         1024 experts.
         """
         if not has_kernel(logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
-            return super().route(logits, count, renormalize=renormalize, held=held)
-        weights, chosen = _TRITON.route.triton(logits, count, renormalize, *(held or (0, logits.shape[1])), self.pdl)
+            return super().route(logits, count, renormalize=renormalize, held=held, sigmoid=sigmoid)
+        span = held or (0, logits.shape[1])
+        weights, chosen = _TRITON.route.triton(logits, count, renormalize, *span, self.pdl, *(sigmoid or ()))
         return weights, chosen
 
     def experts(

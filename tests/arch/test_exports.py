@@ -35,7 +35,7 @@ InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
 hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution ExpertBiases ExpertsBlock LayerRows MlpBlock
 RankBoundary
-RecurrentBlock RecurrentTokens RecurrentWindow ResidualStream SeparateInput SplitWeight Weight
+RecurrentBlock RecurrentTokens RecurrentWindow ResidualStream SeparateInput SigmoidRouting SplitWeight Weight
 """
 
 

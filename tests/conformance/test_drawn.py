@@ -120,7 +120,9 @@ class Careless(KernelSet):
     def __init__(self, fault):
         self.fault = fault
 
-    def route(self, logits, count, *, renormalize, held=None):
+    def route(self, logits, count, *, renormalize, held=None, sigmoid=None):
+        if sigmoid is not None:
+            return self.route_by_sigmoids(logits, count, renormalize, sigmoid)
         if self.fault == "held experts keep their numbers":
             weights, chosen = super().route(logits, count, renormalize=renormalize, held=held)
             return weights, chosen if held is None else torch.where(chosen < 0, -1, chosen + held[0])
@@ -130,6 +132,19 @@ class Careless(KernelSet):
         if self.fault == "softmax of the chosen" and not renormalize:
             weights = logits.gather(1, chosen).softmax(-1).to(weights.dtype)
         return (weights, chosen.flip(1)) if self.fault == "ascending" else (weights, chosen)
+
+    def route_by_sigmoids(self, logits, count, renormalize, sigmoid):
+        ignored = {
+            "no groups": {"groups": 1, "chosen_groups": 1},
+            "one group more": {"chosen_groups": min(sigmoid.groups, sigmoid.chosen_groups + 1)},
+            "no factor": {"factor": 1.0},
+            "no correction": {"correction": sigmoid.correction * 0},
+        }
+        given = sigmoid._replace(**ignored.get(self.fault, {}))
+        weights, chosen = super().route(logits, count, renormalize=renormalize, sigmoid=given)
+        if self.fault == "corrected weights":
+            weights = weights + sigmoid.factor * sigmoid.correction[chosen]
+        return (weights * sigmoid.factor, chosen) if self.fault == "the factor twice" else (weights, chosen)
 
     def experts(self, x, weights, chosen, gate_up, down, *, biases=None):
         if self.fault == "up first":
@@ -160,6 +175,17 @@ class Careless(KernelSet):
         ("route", "softmax of the chosen", {"flag": 0}),
         ("route", "ascending", {}),
         ("route", "held experts keep their numbers", {"held": 2}),
+        *(
+            ("route, sigmoid_routing", fault, {"flag": 0, "experts": 8})
+            for fault in (
+                "no groups",
+                "one group more",
+                "no factor",
+                "no correction",
+                "corrected weights",
+                "the factor twice",
+            )
+        ),
         ("experts", "up first", {"flag": 0}),
         ("experts", "one expert fewer", {"flag": 0}),
         ("experts", "no weights", {"flag": 0}),

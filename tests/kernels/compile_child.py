@@ -315,8 +315,21 @@ KERNELS = [
     (token_choice.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
     (
         experts.route,
-        {"weights": WIDE, "chosen": LONG, "first": "i32", "last": "i32"},
-        {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128},
+        {"weights": WIDE, "chosen": LONG, "first": "i32", "last": "i32", "factor": "fp32"},
+        {"correction": None, "GROUPS": 1, "CHOSEN_GROUPS": 1, "RENORMALIZE": True, "COUNT": 8, "BLOCK": 128},
+    ),
+    (
+        experts.route,
+        {
+            "logits": WIDE,
+            "correction": WIDE,
+            "weights": WIDE,
+            "chosen": LONG,
+            "first": "i32",
+            "last": "i32",
+            "factor": "fp32",
+        },
+        {"GROUPS": 8, "CHOSEN_GROUPS": 4, "RENORMALIZE": True, "COUNT": 8, "BLOCK": 256},
     ),
     (
         experts.lay_out_pairs,

@@ -59,6 +59,7 @@ def wanted(mixture, state, tmp_path):
 
 
 CASES = [*(("qwen3_moe", name) for name in WRITERS), ("qwen2_moe", "fp8 per channel"), ("qwen2_moe", "int4")]
+CASES += [("glm4_moe", "fp8 blocks"), ("glm4_moe", "hugging face's fp8")]
 
 
 @pytest.mark.sample(4)
@@ -70,7 +71,7 @@ def test_logits(tmp_path, backend, mixture, name):
     _, made = ours(tmp_path, backend, DEQUANTIZE)
     assert (made - right).abs().max() < TOLERANCE
     model = load_decoder(tmp_path, backend=backend, dtype=torch.float32, quantized=KERNELS)
-    layer = model.weights.layers[0]
+    layer = model.weights.layers[-1]
     assert isinstance(layer.gate_up, QuantizedWeight)
     assert isinstance(layer.down, QuantizedWeight)
     assert isinstance(layer.router, torch.Tensor)

@@ -75,6 +75,18 @@ def test_biases_are_added_once_over_all_ranks(layout, biased):
     assert run(layout, create, tokens) == wanted
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_ranks_route_by_sigmoids_over_all_experts(layout, tmp_path):
+    write_checkpoint(tmp_path, "glm4_moe")
+
+    def create(ranks):
+        model = load_decoder(tmp_path, backend=ranks.backend, dtype=torch.float64, ranks=ranks.model)
+        return Engine(model, ranks.backend, config=CONFIG, ranks=ranks)
+
+    alone = Engine(load_decoder(tmp_path, backend=tiny.BACKEND, dtype=torch.float64), tiny.BACKEND, config=CONFIG)
+    assert run(layout, create, tokens) == tokens(alone)
+
+
 def test_engines_of_other_ranks_continue_requests():
     """A prefill server of one rank fits a decode server whose ranks share or divide the experts."""
     proposer = MAKERS["eagle"](tiny.mixture(), tiny.BACKEND)

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         RequestInputs,
         RequestRows,
         RotaryArgs,
+        SigmoidRouting,
         TuningProgress,
         TuningResult,
     )
@@ -218,6 +219,7 @@ __all__ = [
     "Scalar",
     "ScheduleFailure",
     "SeparateInput",
+    "SigmoidRouting",
     "SpeculativeSync",
     "SplitWeight",
     "StaleBufferError",

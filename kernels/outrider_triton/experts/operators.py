@@ -33,7 +33,18 @@ _MAX_BINS = 1024
 """Maximum number of experts, plus one, whose pairs Triton's sorting kernel counts."""
 
 
-def _route(logits: Tensor, count: int, renormalize: bool, first: int, last: int, pdl: bool) -> tuple[Tensor, Tensor]:
+def _route(
+    logits: Tensor,
+    count: int,
+    renormalize: bool,
+    first: int,
+    last: int,
+    pdl: bool,
+    correction: Tensor | None = None,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     expect(
         logits.dim() == 2 and 0 < count <= logits.shape[1] and logits.stride(1) == 1,
         lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
@@ -45,7 +56,9 @@ def _route(logits: Tensor, count: int, renormalize: bool, first: int, last: int,
     launch(
         jit.route,
         (logits.shape[0],),
-        *(logits, weights, chosen, experts, logits.stride(0), count, first, last),
+        *(logits, correction, weights, chosen, experts, logits.stride(0), count, first, last, factor),
+        GROUPS=groups,
+        CHOSEN_GROUPS=chosen_groups,
         RENORMALIZE=renormalize,
         COUNT=power_of_two(count),
         BLOCK=block,

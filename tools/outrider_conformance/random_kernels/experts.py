@@ -8,7 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outrider.device import QUANTIZED_FORMATS, ClampedActivation, ExpertBiases, KernelSet, QuantizedWeight
+from outrider.device import (
+    QUANTIZED_FORMATS,
+    ClampedActivation,
+    ExpertBiases,
+    KernelSet,
+    QuantizedWeight,
+    SigmoidRouting,
+)
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import Mapped, halves
 from outrider_conformance.random_kernels.problem import (
@@ -31,6 +38,11 @@ CLAMPED = ClampedActivation(3.0, 1.702)
 """The activation of experts with biases; many of the random gates exceed its limit."""
 _MIN_LOGIT_GAP = 0.25
 """Minimum gap between the router logits of a token, so that only one choice of experts is right."""
+_MIN_SCORE_GAP = 4e-6
+"""Minimum gap between the scores of two experts, or of two groups, so that float32 tells them apart."""
+_MAX_DRAWS = 1000
+_FACTOR = 2.5
+"""Factor of the weights of a router with sigmoids."""
 _EXPERTS = among(1, 2, 5, 8, 60, 128)
 _CHOSEN = between(1, 8)
 _TOKENS = row_counts(1, 12)
@@ -72,6 +84,45 @@ def _route(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
     call = kernel_call("route", "logits", count, results=("weights", "chosen"), **options)
     return Problem({"logits": Operand(logits)}, call, wanted)
+
+
+def _route_by_sigmoids(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    count, experts, tokens = min(shape["chosen"], shape["experts"]), shape["experts"], shape["tokens"]
+    groups = next(each for each in (4, 2, 1) if (experts % each == 0 and experts >= 2 * each) or each == 1)
+    taken = max(groups // 2, -(-count * groups // experts))
+    correction = dice.normal(experts, dtype=torch.float32, scale=0.3)
+    wide = torch.promote_types(dtype, torch.float32)
+    logits = dice.normal(tokens, experts, dtype=wide, scale=1.5)
+    for _ in range(_MAX_DRAWS):
+        scores = logits.double().sigmoid()
+        ranked = scores + correction.double()
+        members = ranked.unflatten(1, (groups, -1))
+        sums = members.topk(min(2, members.shape[2]), dim=-1)[0].sum(-1)
+        is_close = (_smallest_gap(ranked) < _MIN_SCORE_GAP) | (_smallest_gap(sums) < _MIN_SCORE_GAP)
+        if not is_close.any():
+            break
+        logits[is_close] = dice.normal(int(is_close.sum()), experts, dtype=wide, scale=1.5)
+    left_out = sums.argsort(dim=-1, descending=True)[:, taken:]
+    ranked = members.scatter(1, left_out.unsqueeze(-1).expand(-1, -1, members.shape[2]), -torch.inf).flatten(1)
+    chosen = ranked.argsort(dim=-1, descending=True)[:, :count]
+    weights = scores.gather(1, chosen)
+    if shape["flag"]:
+        weights = weights / weights.sum(-1, keepdim=True)
+    error = _FACTOR * weights * bounds.wide(dtype) * (32 + 4 * count) + 2.0**-140
+    wanted: dict[str, bounds.Number | Tensor] = {"weights": bounds.Number(_FACTOR * weights, error), "chosen": chosen}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        sigmoid = SigmoidRouting(o["correction"], groups, taken, _FACTOR)
+        made = kernels.route(o["logits"], count, renormalize=bool(shape["flag"]), sigmoid=sigmoid)
+        return dict(zip(("weights", "chosen"), made, strict=True))
+
+    return Problem({"logits": Operand(logits), "correction": Operand(correction)}, call, wanted)
+
+
+def _smallest_gap(values: Tensor) -> Tensor:
+    """Return the smallest difference between two numbers of each row [T, N]; infinity for rows of one number."""
+    gaps = values.sort(dim=-1)[0].diff(dim=-1)
+    return gaps.amin(-1) if gaps.shape[1] else gaps.new_full((gaps.shape[0],), torch.inf)
 
 
 def _held_experts(count: int, part: int) -> tuple[int, int] | None:
@@ -192,18 +243,20 @@ _QUANTIZED_EXPERTS, _BIASED_QUANTIZED_EXPERTS = (
     )
     for has_biases in (False, True)
 )
+_ROUTE = KernelProblems(
+    "route",
+    _route,
+    {"tokens": _TOKENS, "experts": _EXPERTS, "chosen": _CHOSEN, "flag": _FLAG, "held": _HELD},
+    [
+        {"tokens": 3, "experts": 8, "chosen": 2, "flag": 1, "held": 2},
+        {"tokens": 300, "experts": 128, "chosen": 8, "flag": 0, "held": 0},
+        {"tokens": 65, "experts": 60, "chosen": 4, "flag": 0, "held": 0},
+        {"tokens": 1, "experts": 1, "chosen": 1, "flag": 1, "held": 0},
+    ],
+)
 EXPERTS = (
-    KernelProblems(
-        "route",
-        _route,
-        {"tokens": _TOKENS, "experts": _EXPERTS, "chosen": _CHOSEN, "flag": _FLAG, "held": _HELD},
-        [
-            {"tokens": 3, "experts": 8, "chosen": 2, "flag": 1, "held": 2},
-            {"tokens": 300, "experts": 128, "chosen": 8, "flag": 0, "held": 0},
-            {"tokens": 65, "experts": 60, "chosen": 4, "flag": 0, "held": 0},
-            {"tokens": 1, "experts": 1, "chosen": 1, "flag": 1, "held": 0},
-        ],
-    ),
+    _ROUTE,
+    _ROUTE.with_operand("sigmoid_routing", _route_by_sigmoids),
     _PLAIN_EXPERTS,
     _PLAIN_EXPERTS.with_operand("expert_biases", partial(_experts, has_biases=True)),
     *_QUANTIZED_EXPERTS,

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.metadata import AttentionMetadata, ExpertBiases, HeadNorms, RotaryArgs, composes
+from outrider.device.kernels.metadata import (
+    AttentionMetadata,
+    ExpertBiases,
+    HeadNorms,
+    RotaryArgs,
+    SigmoidRouting,
+    composes,
+)
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.residual import SINGLE_RANK, Computed, RankBoundary, ResidualStream
@@ -95,6 +102,8 @@ class ExpertsBlock:
     """Number of experts that compute each token."""
     renormalize: bool
     """True if the weights of a token's experts are scaled to sum 1, as in ``KernelSet.route``."""
+    sigmoid: SigmoidRouting | None = None
+    """The choice of experts by sigmoids instead of a softmax."""
     held: tuple[int, int] | None = None
     """First and last (exclusive) expert of this rank, if ranks divide the experts; E is their number in the stacks below."""
     gate_up: Weight
@@ -106,8 +115,16 @@ class ExpertsBlock:
     shared: MlpBlock | None = None
     """The shared expert. Its ``norm`` is the block's."""
     shared_gate: Weight | None = None
-    """[1, H]: the sigmoid of its product with a token is the factor of the shared expert's output."""
+    """[1, H]: the sigmoid of its product with a token is the factor of the shared expert's output; None: the factor is 1."""
     ranks: RankBoundary = SINGLE_RANK
+
+    @property
+    def route_options(self) -> dict[str, Any]:
+        """Return further keyword operands of ``KernelSet.route``: those that the block has, since kernels may not know
+        others.
+        """
+        options = {"held": self.held, "sigmoid": self.sigmoid}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def expert_options(self) -> dict[str, Any]:
@@ -294,10 +311,10 @@ def attended_rows(
 
 def routed(kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalised tokens [T, H], and the shares and numbers of each token's experts [T, C]."""
-    normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
-    logits = linear(kernels, normed, block.router, block.router_bias)
-    held = {} if block.held is None else {"held": block.held}  # kernels of one rank may not know the option
-    return normed, *kernels.route(logits, block.per_token, renormalize=block.renormalize, **held)
+    normed, router = block.ranks.gather_tokens(x.norm(block.norm, block.eps)), block.router
+    rows = normed.to(router.dtype) if isinstance(router, Tensor) else normed  # a router may be wider than the model
+    logits = linear(kernels, rows, router, block.router_bias)
+    return normed, *kernels.route(logits, block.per_token, renormalize=block.renormalize, **block.route_options)
 
 
 def experts_stream(
@@ -311,6 +328,8 @@ def experts_stream(
         value = kernels.experts(normed, shares, chosen, plain(block.gate_up), plain(block.down), **block.expert_options)
     if block.shared is not None and block.shared_gate is not None:
         kernels._add_gated(value, mlp(normed, block.shared), normed, block.shared_gate)
+    elif block.shared is not None:
+        value.add_(mlp(normed, block.shared))
     return contributed(kernels, x.rows, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
 
 

@@ -194,6 +194,20 @@ class ExpertBiases(NamedTuple):
     activation: ClampedActivation
 
 
+class SigmoidRouting(NamedTuple):
+    """The choice of experts by sigmoids of their logits, as in DeepSeek-V3.
+
+    ``correction`` float32 [E] is added to the sigmoids for the choice alone. Experts are chosen from the ``chosen_groups`` of
+    ``groups`` equal, consecutive groups whose two best experts have the largest sum; lower groups first among equals. The
+    weights are the sigmoids times ``factor``.
+    """
+
+    correction: Tensor
+    groups: int = 1
+    chosen_groups: int = 1
+    factor: float = 1.0
+
+
 class RequestRows(NamedTuple):
     """State of all requests of an engine, one row of R per request; row 0 is reserved for padding.
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from outrider.device.errors import ConfigError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.metadata import AttentionMetadata, ExpertBiases, HeadNorms, RotaryArgs, composes
+from outrider.device.kernels.metadata import (
+    AttentionMetadata,
+    ExpertBiases,
+    HeadNorms,
+    RotaryArgs,
+    SigmoidRouting,
+    composes,
+)
 from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.weights import QuantizedWeight, Weight, linear
 
@@ -125,7 +132,13 @@ class ModelKernels(BookkeepingKernels):
     # -- mixtures of experts: E experts, k of them for a token, inner size I -------------------------------------------
 
     def route(
-        self, logits: Tensor, count: int, *, renormalize: bool, held: tuple[int, int] | None = None
+        self,
+        logits: Tensor,
+        count: int,
+        *,
+        renormalize: bool,
+        held: tuple[int, int] | None = None,
+        sigmoid: SigmoidRouting | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Select ``count`` experts per token by the router's ``logits`` [T, E] → weights [T, k], experts int64 [T, k].
 
@@ -136,9 +149,13 @@ class ModelKernels(BookkeepingKernels):
         ``held``: the first and last (exclusive) expert of this rank, if ranks divide the experts. The selection is over all E
         experts. A returned expert is counted from the first held one; of an expert that isn't held, expert and weight are -1
         and 0.
+
+        ``sigmoid`` replaces the softmax by a :class:`SigmoidRouting`, whose weights are scaled by its factor after
+        ``renormalize`` divides them by their sum plus 1e-20. Only kernels whose ``optional_operands`` list
+        ``sigmoid_routing`` get it.
         """
         first, last = held or (0, logits.shape[1])
-        return torch.ops.outrider.route(logits, count, renormalize, first, last)  # type: ignore[no-any-return]  # torch.ops has no types
+        return torch.ops.outrider.route(logits, count, renormalize, first, last, *(sigmoid or ()))  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts(
         self,

@@ -314,14 +314,16 @@ def plan_decoder(
     local = shards.local(config, str(directory))
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)
+    stem = decoder_stem(files.tensors)
     optional = {key for key in files.tensors if is_mtp_tensor(key)}  # the heads' loader checks them
+    if config.routes_by_sigmoids:  # these families store a draft head as one more layer, which isn't read
+        optional |= {key for key in files.tensors if key.startswith(f"{stem}layers.{config.num_layers}.")}
     if config.tie_embeddings:
         optional.add(_HEAD)
     if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     strategy = None if quantization is None or kv_dtype == "plain" else quantization.cache_strategy
     format = resolve_cache_format(kv_dtype, strategy, kernels, backend, str(files.origin))
-    stem = decoder_stem(files.tensors)
     prefixes = [f"{stem}layers.{index}" for index in config.attention_layers]
     scales: list[tuple[Tensor, Tensor]] = []
     if quantization is not None:

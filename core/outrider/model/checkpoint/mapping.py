@@ -366,7 +366,11 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
     mixtral_names = config.family == "mixtral" and f"{prefix}.mlp.gate.weight" not in present
     block = f"{prefix}.block_sparse_moe" if mixtral_names else f"{prefix}.mlp"
     router = f"{block}.{_ROUTERS.get(config.family, 'gate')}"
-    targets = [Target(f"{name}.router", (Piece(f"{router}.weight", (experts.count, hidden)),))]
+    has_sigmoids, shape = config.routes_by_sigmoids, (experts.count, hidden)
+    targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=has_sigmoids)]
+    if has_sigmoids:
+        correction = Piece(f"{router}.e_score_correction_bias", (experts.count,))
+        targets.append(Target(f"{name}.router_correction", (correction,), wide=True))
     if experts.biases is not None:
         targets.append(Target(f"{name}.router_bias", (Piece(f"{router}.bias", (experts.count,)),)))
     if experts.biases is not None or any(f"{block}.experts.{part}" in present for part in STACKS):
@@ -380,10 +384,11 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
         span = shards.mlp.even(experts.intermediate_size) if held is None else None
         targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", span)
     if experts.shared_size:
-        shared = f"{block}.shared_expert"
+        shared = f"{block}.shared_expert{'s' if has_sigmoids else ''}"
         span = shards.mlp.even(experts.shared_size)
         targets += _expert_targets([shared], _EXPERT_PARTS, hidden, experts.shared_size, name, "shared_", span)
-        targets.append(Target(f"{name}.shared_gate", (Piece(f"{shared}_gate.weight", (1, hidden)),)))
+        if not has_sigmoids:
+            targets.append(Target(f"{name}.shared_gate", (Piece(f"{shared}_gate.weight", (1, hidden)),)))
     return targets
 
 

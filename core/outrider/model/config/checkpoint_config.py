@@ -19,6 +19,8 @@ from outrider.model.config.layer_configs import (
     HYBRID_FAMILIES,
     REFUSED,
     RUN_THROUGH_TRANSFORMERS,
+    dots1,
+    glm4_moe,
     gpt_oss,
     layer_windows,
     mixtral,
@@ -87,7 +89,7 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     if sections:
         fields["vision"] = _vision(full_config, timed=alternating)
     fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
-    rope = _rope(hf, sections, alternating=alternating, partial=family in HYBRID_FAMILIES)
+    rope = _rope(hf, sections, alternating=alternating, partial=family in _PARTIAL_ROPE)
     config = ModelConfig(family=family, rope=rope, **fields)
     _check_rope(config)
     return config
@@ -194,6 +196,8 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 
 _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
     {
+        "dots1": dots1,
+        "glm4_moe": glm4_moe,
         "gpt_oss": gpt_oss,
         "llama": _llama,
         "ministral3": _mistral,
@@ -216,6 +220,8 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
 )
 _SAME_DECODER: Mapping[str, str] = MappingProxyType({"mimo": "qwen2"})
 """Model types whose decoder and config are those of another family, and which transformers does not know."""
+_PARTIAL_ROPE = HYBRID_FAMILIES | {"glm4_moe"}
+"""Families whose rope may rotate a part of each head."""
 _CONSECUTIVE_AXES = ("qwen2_vl", "qwen2_5_vl")
 _MROPE_SECTIONS: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {

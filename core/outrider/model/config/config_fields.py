@@ -189,6 +189,21 @@ EXPERTS: Mapping[str, Field] = MappingProxyType(
         "mlp_bias": choice_of(False),
     }
 )
+SIGMOID_EXPERTS: Mapping[str, Field] = MappingProxyType(
+    {
+        **EXPERTS,
+        "n_routed_experts": whole_number(1, _MAX_EXPERTS, empty=False),
+        "n_shared_experts": whole_number(0, _MAX_EXPERTS, empty=False),
+        "first_k_dense_replace": whole_number(0, MAX_LAYERS, empty=False),
+        "n_group": whole_number(1, _MAX_EXPERTS, empty=False),
+        "topk_group": whole_number(1, _MAX_EXPERTS, empty=False),
+        "routed_scaling_factor": number(1e-6, 1e6, empty=False),
+        "scoring_func": choice("sigmoid"),
+        "topk_method": choice("noaux_tc"),
+        "use_qk_norm": FLAG,
+        "num_nextn_predict_layers": whole_number(0, MAX_LAYERS),
+    }
+)
 BIASED_EXPERTS: Mapping[str, Field] = MappingProxyType(
     {**EXPERTS, "swiglu_limit": number(0.01, 1e4, empty=False), "swiglu_alpha": number(0.01, 1e4, empty=False)}
 )
@@ -243,6 +258,7 @@ FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), EXPERTS),
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _with_vision(TEXT_MODEL)),
         "gpt_oss": BIASED_EXPERTS,
+        **dict.fromkeys(("dots1", "glm4_moe"), SIGMOID_EXPERTS),
         "qwen3_vl_moe": _with_vision(EXPERTS),
         **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), HYBRID),
         **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _with_vision(HYBRID)),

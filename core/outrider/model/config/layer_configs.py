@@ -14,7 +14,7 @@ import torch
 
 from outrider.device import ClampedActivation, ConfigError
 from outrider.errors import shown
-from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig
+from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig, SigmoidRouterConfig
 
 _LATENT_FAMILIES = (
     "deepseek_v2",
@@ -26,13 +26,13 @@ _LATENT_FAMILIES = (
     "glm4_moe_lite",
     "glm_moe_dsa",
 )
-RUN_THROUGH_TRANSFORMERS = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
+RUN_THROUGH_TRANSFORMERS = ("exaone_moe", "ernie4_5_moe", "minimax_m2")
 """Families of :data:`REFUSED` that the transformers fallback may run."""
 _LATENT_ATTENTION = (
     "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
     "run through transformers here either"
 )
-_GROUPING = "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here"
+_GROUPING = "its attention or its router differs from those that are done here"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
@@ -83,6 +83,36 @@ def qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a Qwen3-VL-MoE config. Its routing weights are always normalized, whatever the config says."""
     experts = experts_of(hf, shared=0)
     return qwen3(hf) | {"experts": experts and replace(experts, renormalize=True)}
+
+
+def glm4_moe(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a GLM-4.5 config, whose routers have sigmoids."""
+    return {
+        "attention_bias": hf.attention_bias,
+        "qk_norm": hf.use_qk_norm,
+        "experts": _sigmoid_experts(hf),
+        "windows": one_window(hf, None),
+    }
+
+
+def dots1(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a dots.llm1 config: Qwen3's attention, and routers with sigmoids."""
+    return qwen3(hf) | {"experts": _sigmoid_experts(hf), "windows": layer_windows(hf)}
+
+
+def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig | None:
+    """Return the mixture of every layer but the first ones, in DeepSeek-V3's fields; None if every layer is dense."""
+    if hf.first_k_dense_replace >= hf.num_hidden_layers:
+        return None
+    return ExpertsConfig(
+        count=hf.n_routed_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        renormalize=hf.norm_topk_prob,
+        shared_size=hf.n_shared_experts * hf.moe_intermediate_size,
+        dense_layers=tuple(range(hf.first_k_dense_replace)),
+        sigmoid=SigmoidRouterConfig(groups=hf.n_group, chosen_groups=hf.topk_group, factor=float(hf.routed_scaling_factor)),
+    )
 
 
 def _experts_of_all_layers(hf: HfConfig, *, biases: ClampedActivation | None = None) -> ExpertsConfig:

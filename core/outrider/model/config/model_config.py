@@ -32,6 +32,15 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SigmoidRouterConfig:
+    """A router with sigmoids, whose experts are in equal groups: see :class:`~outrider.device.SigmoidRouting`."""
+
+    groups: int = 1
+    chosen_groups: int = 1
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts that replaces a layer's MLP. Raises :class:`ConfigError` for impossible values."""
 
@@ -51,6 +60,8 @@ class ExpertsConfig:
     """Number of ranks that divide the routed experts; each holds ``count / parts`` of them."""
     biases: ClampedActivation | None = None
     """The activation of experts with biases, whose router has a bias, too. None for experts without biases."""
+    sigmoid: SigmoidRouterConfig | None = None
+    """The router's sigmoids, whose shared expert has no gate. None for a router with a softmax."""
 
     def __post_init__(self) -> None:
         if min(self.count, self.per_token, self.intermediate_size) < 1 or self.shared_size < 0:
@@ -58,6 +69,12 @@ class ExpertsConfig:
         if self.per_token > self.count:
             raise ConfigError(
                 f"model config: a token goes to {self.per_token} experts, expected at most the {self.count} there are"
+            )
+        groups = self.sigmoid or SigmoidRouterConfig()
+        if self.count % groups.groups or self.per_token * groups.groups > groups.chosen_groups * self.count:
+            raise ConfigError(
+                f"model config: {self.per_token} of {self.count} experts are in {groups.chosen_groups} of {groups.groups} "
+                "groups (topk_group, n_group), expected groups of one size, and so many experts in those that are chosen"
             )
 
     @property
@@ -293,14 +310,23 @@ class ModelConfig:
 
     def check_kernels(self, kernels: KernelSet) -> None:
         """Raise :class:`ConfigError` if ``kernels`` don't take an operand that the model has."""
-        has_biases = self.experts is not None and self.experts.biases is not None
-        needed = {"attention_sinks": self.attention_sinks, "expert_biases": has_biases}
+        experts = self.experts
+        needed = {
+            "attention_sinks": self.attention_sinks,
+            "expert_biases": experts is not None and experts.biases is not None,
+            "sigmoid_routing": self.routes_by_sigmoids,
+        }
         missing = [name for name, is_needed in needed.items() if is_needed and name not in kernels.optional_operands]
         if missing:
             raise ConfigError(
                 f"a {self.family} model needs {' and '.join(missing)}, which the kernels {kernels.name!r} don't take; "
                 "expected kernels whose optional_operands list them, such as the references (BACKEND:kernels=torch)"
             )
+
+    @property
+    def routes_by_sigmoids(self) -> bool:
+        """True if the router of each mixture has sigmoids instead of a softmax."""
+        return self.experts is not None and self.experts.sigmoid is not None
 
     @property
     def attention_scale(self) -> float:

@@ -22,6 +22,7 @@ from outrider.device import (
     QuantizedWeight,
     RankBoundary,
     RecurrentBlock,
+    SigmoidRouting,
     SplitWeight,
     Weight,
 )
@@ -87,12 +88,14 @@ class LayerWeights:
     """Product [E, H] for the logits by which tokens are routed to experts; None without experts."""
     router_bias: Tensor | None = None
     """Bias [E] of ``router``; None for models without it."""
+    router_correction: Tensor | None = None
+    """Correction [E] of a router with sigmoids, float32 or wider; None for other routers."""
     shared_gate_up: Weight | None = None
     """Gate and up projections [2 Is, H] of a shared expert with intermediate size Is; None without one."""
     shared_down: Weight | None = None
     """Down projection [H, Is] of the shared expert; None without one."""
     shared_gate: Weight | None = None
-    """Product [1, H] for the gate that scales the shared expert's output; None without one."""
+    """Product [1, H] for the gate that scales the shared expert's output; None without a gate."""
     cache: CacheFormat | None = None
     """Format of the layer's KV pages. None means the model's dtype."""
 
@@ -201,6 +204,10 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
     if experts.biases is not None and weights.gate_up_bias is not None:
         down_bias = weights.gate_up_bias.new_zeros(plain(down).shape[:2]) if weights.down_bias is None else weights.down_bias
         biases = ExpertBiases(weights.gate_up_bias, down_bias, experts.biases)
+    sigmoid = None
+    if experts.sigmoid is not None and weights.router_correction is not None:
+        form = experts.sigmoid
+        sigmoid = SigmoidRouting(weights.router_correction, form.groups, form.chosen_groups, form.factor)
     return ExpertsBlock(
         norm=weights.mlp_norm,
         eps=config.rms_eps,
@@ -208,6 +215,7 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
         router_bias=weights.router_bias,
         per_token=experts.per_token,
         renormalize=experts.renormalize,
+        sigmoid=sigmoid,
         held=ranks.shards.held_experts(experts.count),
         gate_up=gate_up,
         down=down,

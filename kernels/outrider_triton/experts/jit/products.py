@@ -20,9 +20,32 @@ second-level cache.
 """
 
 
-@triton.jit(do_not_specialize=["first", "last"])
+@triton.jit
+def _in_best_groups(scores, lane, experts, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr):
+    """Return ``scores``, with minus infinity outside the CHOSEN_GROUPS of GROUPS equal groups of experts whose two best
+    scores have the largest sums.
+    """
+    LOWEST: tl.constexpr = float("-inf")
+    group = lane // (experts // GROUPS)
+    kept = lane < 0
+    sums = tl.zeros_like(scores) + LOWEST  # of group g in lane g
+    for each in tl.static_range(GROUPS):
+        own = tl.where((group == each) & (lane < experts), scores, LOWEST)
+        best = tl.argmax(own, axis=0)
+        second = tl.max(tl.where(lane == best, LOWEST, own), axis=0)
+        total = tl.max(own, axis=0) + tl.where(second == LOWEST, 0.0, second)
+        sums = tl.where(lane == each, total, sums)
+    for _ in tl.static_range(CHOSEN_GROUPS):
+        best = tl.argmax(sums, axis=0)
+        kept |= group == best
+        sums = tl.where(lane == best, LOWEST, sums)
+    return tl.where(kept, scores, LOWEST)
+
+
+@triton.jit(do_not_specialize=["first", "last", "factor"])
 def route(
     logits,
+    correction,
     weights,
     chosen,
     experts,
@@ -30,6 +53,9 @@ def route(
     count,
     first,
     last,
+    factor,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,6 +64,9 @@ def route(
     """Store one token's expert weights and expert numbers, ``count`` of each: the largest of the softmax of its ``experts``
     logits, in descending order; ties take the first. One program per token.
 
+    With ``correction [experts]``: the sigmoids times ``factor``, chosen by the sigmoids plus ``correction`` from the best
+    groups.
+
     Experts count from ``first``; those before it, and from ``last`` on, become -1 with weight 0.
     """
     begin(PDL)
@@ -45,19 +74,31 @@ def route(
     lane = tl.arange(0, BLOCK)
     is_expert = lane < experts
     value = tl.load(logits + token.to(tl.int64) * stride + lane, mask=is_expert, other=float("-inf")).to(tl.float32)
-    value = tl.exp(value - tl.max(value, axis=0))
-    remaining = tl.where(is_expert, value / tl.sum(value, axis=0), -1.0)
+    if correction is None:
+        value = tl.exp(value - tl.max(value, axis=0))
+        value = value / tl.sum(value, axis=0)
+        remaining = tl.where(is_expert, value, -1.0)
+    else:
+        value = tl.sigmoid(tl.where(is_expert, value, 0.0))
+        remaining = value + tl.load(correction + lane, mask=is_expert, other=0.0)
+        remaining = tl.where(is_expert, remaining, float("-inf"))
+        if GROUPS > 1:
+            remaining = _in_best_groups(remaining, lane, experts, GROUPS, CHOSEN_GROUPS)
     place = tl.arange(0, COUNT)
     shares = tl.zeros([COUNT], dtype=tl.float32)
     chosen_experts = tl.zeros([COUNT], dtype=tl.int64)
     for rank in range(count):
         # With NaN the argmax is arbitrary: clamp it to a valid expert.
         largest = tl.minimum(tl.argmax(remaining, axis=0), experts - 1)
-        shares = tl.where(place == rank, tl.sum(tl.where(lane == largest, remaining, 0.0), axis=0), shares)
+        shares = tl.where(place == rank, tl.sum(tl.where(lane == largest, value, 0.0), axis=0), shares)
         chosen_experts = tl.where(place == rank, largest.to(tl.int64), chosen_experts)
-        remaining = tl.where(lane == largest, -2.0, remaining)
-    if RENORMALIZE:
+        remaining = tl.where(lane == largest, float("-inf"), remaining)
+    if RENORMALIZE and correction is None:
         shares = shares / tl.sum(shares, axis=0)
+    elif RENORMALIZE:
+        shares = shares / (tl.sum(shares, axis=0) + 1e-20)
+    if correction is not None:
+        shares *= factor
     slot_mask = place < count
     is_held = (chosen_experts >= first) & (chosen_experts < last)
     tl.store(weights + token * count + place, tl.where(is_held, shares, 0.0), mask=slot_mask)

@@ -17,21 +17,49 @@ _MAX_GATHERED_BYTES = 64 << 20
 """Maximum number of bytes of weights that are copied at a time; the weights of one expert are always copied."""
 
 
-def route(logits: Tensor, count: int, renormalize: bool, first: int, last: int) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor,
+    count: int,
+    renormalize: bool,
+    first: int,
+    last: int,
+    correction: Tensor | None = None,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Return float weights [T, count] and int64 numbers [T, count] of the ``count`` likeliest experts of ``logits`` [T, E].
 
     With ``renormalize``, the weights of each token have sum 1. Numbers count from ``first``. Weights and numbers of experts
-    before it, and from ``last`` on, become 0 and -1. See ``KernelSet.route``.
+    before it, and from ``last`` on, become 0 and -1. With ``correction`` [E], experts are chosen by
+    :class:`~outrider.device.SigmoidRouting`. See ``KernelSet.route``.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = wide.softmax(-1) if correction is None else wide.sigmoid()
+    ranked = scores if correction is None else _in_best_groups(scores + correction, groups, chosen_groups)
     # A stable sort puts the lower expert first among equals, on every device.
-    likely, order = wide.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, chosen = likely[:, :count], order[:, :count].contiguous()
-    weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights.contiguous()
+    chosen = ranked.sort(dim=-1, descending=True, stable=True)[1][:, :count].contiguous()
+    weights = scores.gather(1, chosen)
+    if renormalize and correction is None:
+        weights = weights / weights.sum(-1, keepdim=True)
+    elif correction is not None:
+        weights = factor * (weights / (weights.sum(-1, keepdim=True) + 1e-20) if renormalize else weights)
     if (first, last) == (0, logits.shape[1]):
         return weights, chosen
     is_held = (chosen >= first) & (chosen < last)
     return torch.where(is_held, weights, 0.0), torch.where(is_held, chosen - first, -1)
+
+
+def _in_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
+    """Return ``scores`` [T, E] with minus infinity for all experts outside the ``chosen`` of ``groups`` groups."""
+    if groups == 1:
+        return scores
+    members = scores.unflatten(1, (groups, -1))
+    best = members.topk(min(2, members.shape[2]), dim=-1)[0].sum(-1)
+    order = best.sort(dim=-1, descending=True, stable=True)[1]
+    is_left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, order[:, :chosen], False)
+    kept: Tensor = members.masked_fill(is_left_out.unsqueeze(-1), float("-inf"))
+    return kept.flatten(1)
 
 
 def clamped_mul(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

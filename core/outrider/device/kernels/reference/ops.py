@@ -45,8 +45,18 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _routed(logits: Tensor, count: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+def _routed(
+    logits: Tensor,
+    count: int,
+    first: int,
+    last: int,
+    correction: Tensor | None = None,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Check the operands of routing; return empty tensors like its results."""
+    del factor
     expect(
         logits.dim() == 2 and 0 < count <= logits.shape[1],
         lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
@@ -54,6 +64,17 @@ def _routed(logits: Tensor, count: int, first: int, last: int) -> tuple[Tensor, 
     expect(
         0 <= first < last <= logits.shape[1],
         lambda: f"experts {first} to {last} of {logits.shape[1]} are held; expected the first and last (exclusive) of them",
+    )
+    expect(
+        correction is None or tuple(correction.shape) == (logits.shape[1],),
+        lambda: f"router logits {tuple(logits.shape)} have a correction of another size; expected a number for each expert",
+    )
+    expect(
+        1 <= chosen_groups <= groups and logits.shape[1] % groups == 0 and count * groups <= chosen_groups * logits.shape[1],
+        lambda: (
+            f"{count} of {logits.shape[1]} experts in {chosen_groups} of {groups} groups; expected groups of one size, and "
+            "so many experts in those that are chosen"
+        ),
     )
     shape = (logits.shape[0], count)
     weights = logits.new_empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -119,7 +140,9 @@ _define("silu_mul", model.silu_mul, lambda gate_up: gate_up.new_empty((*gate_up.
 _define("sigmoid_mul", model.sigmoid_mul, lambda x, gate: _empty_like(x))
 _define("rope_write_cache", model.rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
 _define("paged_attention", model.paged_attention, lambda q, *rest: q.new_empty(q.shape))
-_define("route", experts.route, lambda logits, count, renormalize, first, last: _routed(logits, count, first, last))
+_define(
+    "route", experts.route, lambda logits, count, renormalize, first, last, *rest: _routed(logits, count, first, last, *rest)
+)
 _define("experts_quantized", experts.experts_quantized, _empty_like)
 _define("experts", experts.experts, _mixed)
 _define("short_convolution", recurrent.short_convolution, _empty_like, writes=("state", "window"))
