@@ -26,6 +26,7 @@ from outrider.model.checkpoint.mapping import (
     decoder_stem,
     decoder_targets,
     decoder_weights,
+    OTHER_MODALITIES,
     is_mtp_tensor,
     is_unused_tensor,
     vision_name,
@@ -318,6 +319,8 @@ def plan_decoder(
     optional = {key for key in files.tensors if is_mtp_tensor(key)}  # the heads' loader checks them
     if config.routes_by_sigmoids:  # these families store a draft head as one more layer, which isn't read
         optional |= {key for key in files.tensors if key.startswith(f"{stem}layers.{config.num_layers}.")}
+    if config.sandwich is not None:  # they run on text alone
+        optional |= {key for key in files.tensors if key.startswith(OTHER_MODALITIES)}
     if config.tie_embeddings:
         optional.add(_HEAD)
     if config.vision is not None or config.family in HYBRID_FAMILIES:

@@ -39,6 +39,11 @@ SINGLE_RANK = Shards()
 
 _QKV, _OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
 _GATE_UP, _DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+_SANDWICH_NORMS = (
+    ("attention_output_norm", "post_attention_layernorm"),
+    ("mlp_norm", "pre_feedforward_layernorm"),
+    ("mlp_output_norm", "post_feedforward_layernorm"),
+)
 
 
 def _projections(
@@ -75,13 +80,15 @@ def layer_targets(
     attention_width: int | None = None,
     attends: bool = True,
     mlp: bool = True,
+    is_full: bool = False,
     shards: Shards = SINGLE_RANK,
 ) -> list[Target]:
     """Return the weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
     ``config`` is the checkpoint's; ``shards`` are the slices that this rank reads. ``attention_width`` is the width of the
     attention's input, by default the hidden size. ``attention_norm`` is false for a layer without a norm before attention,
-    ``attends`` for a layer without attention, ``mlp`` for one without an MLP. A bias of a sum over ranks is read by the first
+    ``attends`` for a layer without attention, ``mlp`` for one without an MLP; ``is_full`` is true for a full layer of a
+    sandwich (:class:`~outrider.model.config.model_config.SandwichConfig`). A bias of a sum over ranks is read by the first
     of these ranks only.
     """
     projections = _projections(config, shards, attention_width or config.hidden_size)
@@ -102,8 +109,14 @@ def layer_targets(
         return Target(f"{name}.{field}", tuple(pieces))
 
     targets = [norm("mlp_norm", "post_attention_layernorm", config.hidden_size)]
+    parts = _QKV
+    if config.sandwich is not None:
+        targets = [norm(field, part, config.hidden_size) for field, part in _SANDWICH_NORMS]
+        targets.append(Target(f"{name}.output_scale", (Piece(f"{prefix}.layer_scalar", (1,)),)))
+        if is_full and config.sandwich.values_are_keys:
+            parts = (*_QKV[:2], _QKV[1])
     if attends:
-        qkv = weight("qkv", *_QKV)
+        qkv = weight("qkv", *parts)
         targets.append(gated_queries(qkv, config, shards) if config.attention_gate else qkv)
         targets.append(weight("output", _OUTPUT))
     if mlp:
@@ -111,7 +124,7 @@ def layer_targets(
     if attention_norm:
         targets.append(norm("attention_norm", "input_layernorm", config.hidden_size))
     if config.attention_bias and attends:
-        targets.append(bias("qkv_bias", *_QKV))
+        targets.append(bias("qkv_bias", *parts))
     if config.output_bias and attends and shards.attention.rank == 0:
         targets.append(bias("output_bias", _OUTPUT))
     if config.mlp_bias:
@@ -142,6 +155,12 @@ def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> 
     start, stop = shards.vocabulary.uneven(rows)
     tensor_slice = None if stop - start == rows else TensorSlice(0, start, stop)
     return Target(name, (Piece(key, (rows, width), tensor_slice),), shards.vocabulary.width(rows) - (stop - start))
+
+
+OTHER_MODALITIES = tuple(
+    f"model.{name}." for name in ("vision_tower", "embed_vision", "vision_embedder", "audio_tower", "embed_audio")
+)
+"""Beginnings of the names of Gemma 4's tensors for images and sounds."""
 
 
 def decoder_stem(present: Container[str]) -> str:
@@ -176,7 +195,9 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     for index in range(config.num_layers):
         prefix, mixture = f"{stem}layers.{index}", config.has_experts(index)
         attends = index in config.attention_layers
-        targets += layer_targets(config, prefix, f"layers.{index}", attends=attends, mlp=not mixture, shards=shards)
+        is_full = config.sandwich is not None and index in config.sandwich.full_layers
+        options: dict[str, Any] = {"attends": attends, "mlp": not mixture, "is_full": is_full, "shards": shards}
+        targets += layer_targets(config.of_layer(index), prefix, f"layers.{index}", **options)
         if not attends:
             targets += recurrent_targets(config, prefix, f"layers.{index}", present, shards)
         if mixture:

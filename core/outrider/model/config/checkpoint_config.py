@@ -19,7 +19,9 @@ from outrider.model.config.layer_configs import (
     HYBRID_FAMILIES,
     REFUSED,
     RUN_THROUGH_TRANSFORMERS,
+    SANDWICH_FAMILIES,
     dots1,
+    gemma4,
     glm4_moe,
     gpt_oss,
     layer_windows,
@@ -32,6 +34,8 @@ from outrider.model.config.layer_configs import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    sliding_config,
+    sliding_rope,
 )
 from outrider.model.config.model_config import ModelConfig, VisionConfig
 from outrider.model.config.rope import ROPE_KINDS, RopeConfig, inverse_frequencies, long_frequencies
@@ -81,7 +85,8 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     family = _family(raw)
     full_config = _parse_config(family, raw)
     hf = full_config.get_text_config()
-    fields = _common_fields(hf) | _FAMILIES[family](hf)
+    is_sandwich = family in SANDWICH_FAMILIES
+    fields = _common_fields(sliding_config(hf) if is_sandwich else hf, family) | _FAMILIES[family](hf)
     fields["tie_embeddings"] = bool(full_config.tie_word_embeddings)  # the top-level value, not the text config's
     sections, alternating = _MROPE_SECTIONS.get(family, ()), has_alternating_axes(family)
     if family in HYBRID_FAMILIES and raw.get("vision_config") is None:
@@ -89,6 +94,8 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     if sections:
         fields["vision"] = _vision(full_config, timed=alternating)
     fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
+    if is_sandwich:
+        return ModelConfig(family=family, rope=sliding_rope(hf), **fields)
     rope = _rope(hf, sections, alternating=alternating, partial=family in _PARTIAL_ROPE)
     config = ModelConfig(family=family, rope=rope, **fields)
     _check_rope(config)
@@ -153,8 +160,8 @@ def _through_transformers(family: str, known: dict[str, Any]) -> HfConfig:
         raise ConfigError(f"transformers can't read it as a {family} config: {describe(error)}") from error
 
 
-def _common_fields(hf: HfConfig) -> dict[str, Any]:
-    if hf.hidden_act not in _SILU:
+def _common_fields(hf: HfConfig, family: str) -> dict[str, Any]:
+    if family not in SANDWICH_FAMILIES and hf.hidden_act not in _SILU:
         raise _NotNativeError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported")
     return {
         "vocab_size": hf.vocab_size,
@@ -197,6 +204,7 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
     {
         "dots1": dots1,
+        **dict.fromkeys(SANDWICH_FAMILIES, gemma4),
         "glm4_moe": glm4_moe,
         "gpt_oss": gpt_oss,
         "llama": _llama,

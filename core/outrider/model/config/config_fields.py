@@ -221,6 +221,49 @@ HYBRID: Mapping[str, Field] = MappingProxyType(
         "output_gate_type": choice("silu", "swish"),
     }
 )
+_GLOBAL_LAYER: Mapping[str, Field] = MappingProxyType(
+    {"head_dim": whole_number(1, 1 << 14, empty=False), "num_key_value_heads": whole_number(1, 1 << 16, empty=False)}
+)
+
+
+def _is_layer_sizes(value: object) -> bool:
+    """Return True for an object that gives layers, by their numbers, other heads and nothing else."""
+    return isinstance(value, dict) and all(
+        key.isdecimal()
+        and len(key) < 6
+        and isinstance(each, dict)
+        and all(name in _GLOBAL_LAYER and _GLOBAL_LAYER[name].fits(number) for name, number in each.items())
+        for key, each in value.items()
+    )
+
+
+_LAYER_ROPE: Mapping[str, Field] = MappingProxyType(
+    {
+        "rope_type": choice("default", "proportional"),
+        "rope_theta": ROPE["rope_theta"],
+        "partial_rotary_factor": number(0, 1),
+        "factor": _SCALE,
+    }
+)
+SANDWICH: Mapping[str, Field] = MappingProxyType(
+    {
+        **TEXT_MODEL,
+        "rope_parameters": record(
+            MappingProxyType({kind: record(_LAYER_ROPE) for kind in ("full_attention", "sliding_attention")})
+        ),
+        "hidden_activation": TEXT,
+        "global_head_dim": whole_number(1, 1 << 14, empty=False),
+        "num_global_key_value_heads": _HEADS,
+        "per_layer_config": Field("an object of layers with head_dim and num_key_value_heads", _is_layer_sizes),
+        "attention_k_eq_v": FLAG,
+        "final_logit_softcapping": number(1e-3, 1e6),
+        "hidden_size_per_layer_input": whole_number(0, _MAX_WIDTH, empty=False),
+        "num_kv_shared_layers": whole_number(0, MAX_LAYERS, empty=False),
+        "enable_moe_block": FLAG,
+        "use_double_wide_mlp": FLAG,
+        "use_bidirectional_attention": TEXT,
+    }
+)
 _PATCH = whole_number(1, 1024, empty=False)
 VISION: Mapping[str, Field] = MappingProxyType(
     {
@@ -259,6 +302,8 @@ FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _with_vision(TEXT_MODEL)),
         "gpt_oss": BIASED_EXPERTS,
         **dict.fromkeys(("dots1", "glm4_moe"), SIGMOID_EXPERTS),
+        **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), SANDWICH),
+        **dict.fromkeys(("gemma4", "gemma4_unified"), MappingProxyType({**SANDWICH, "text_config": record(SANDWICH)})),
         "qwen3_vl_moe": _with_vision(EXPERTS),
         **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), HYBRID),
         **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _with_vision(HYBRID)),

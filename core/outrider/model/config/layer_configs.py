@@ -14,7 +14,8 @@ import torch
 
 from outrider.device import ClampedActivation, ConfigError
 from outrider.errors import shown
-from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig, SigmoidRouterConfig
+from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig, SandwichConfig, SigmoidRouterConfig
+from outrider.model.config.rope import RopeConfig
 
 _LATENT_FAMILIES = (
     "deepseek_v2",
@@ -83,6 +84,71 @@ def qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a Qwen3-VL-MoE config. Its routing weights are always normalized, whatever the config says."""
     experts = experts_of(hf, shared=0)
     return qwen3(hf) | {"experts": experts and replace(experts, renormalize=True)}
+
+
+SANDWICH_FAMILIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+"""Families whose layers norm their results, too, with GELU as activation."""
+
+
+def gemma4(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a dense Gemma 4 config. Raises :class:`ConfigError` for parts of its smaller and sparse models."""
+    for name, meaning in (
+        ("hidden_size_per_layer_input", "embeddings of each layer (E2B, E4B)"),
+        ("num_kv_shared_layers", "keys and values that layers share (E2B, E4B)"),
+        ("enable_moe_block", "experts next to an MLP (26B-A4B)"),
+    ):
+        if value := getattr(hf, name, 0):
+            raise ConfigError(f"{name} is {value}: {meaning} aren't done here; expected none")
+    if hf.hidden_activation != "gelu_pytorch_tanh" or hf.use_bidirectional_attention not in (None, "vision"):
+        raise ConfigError(
+            f"hidden_activation is {shown(hf.hidden_activation)} and use_bidirectional_attention "
+            f"{shown(hf.use_bidirectional_attention)}, expected 'gelu_pytorch_tanh' and causal attention to text"
+        )
+    windows = layer_windows(hf)
+    layers = [hf.per_layer_config[index] for index in range(len(windows))]
+    sizes = [(bool(window), each.head_dim, each.num_key_value_heads) for each, window in zip(layers, windows, strict=True)]
+    if len(set(sizes)) != 2:
+        raise ConfigError(
+            f"layers have heads of {len(set(sizes))} kinds (window, head_dim, num_key_value_heads): {shown(sorted(set(sizes)))}; "
+            "expected two, of full layers and of layers with a window"
+        )
+    _, head_size, kv_heads = min(sizes)
+    rope = hf.rope_parameters["full_attention"]
+    is_proportional = rope["rope_type"] == "proportional"
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "qk_norm": True,
+        "windows": windows,
+        "sandwich": SandwichConfig(
+            full_layers=tuple(index for index, window in enumerate(windows) if not window),
+            kv_heads=kv_heads,
+            head_size=head_size,
+            rope=RopeConfig(
+                kind=rope["rope_type"],
+                theta=float(rope["rope_theta"]),
+                factor=float(rope.get("factor") or 1.0) if is_proportional else 1.0,
+                turning_share=float(rope.get("partial_rotary_factor") or 1.0) if is_proportional else 1.0,
+            ),
+            values_are_keys=bool(hf.attention_k_eq_v),
+            logit_cap=float(hf.final_logit_softcapping or 0.0),
+        ),
+    }
+
+
+def sliding_config(hf: HfConfig) -> HfConfig:
+    """Return the part of a Gemma 4 config that describes its sliding layers. Raises :class:`ConfigError` without any."""
+    if "sliding_attention" not in hf.layer_types:
+        raise ConfigError("layer_types has no 'sliding_attention', expected layers of both kinds")
+    return hf.per_layer_config["sliding_attention"]
+
+
+def sliding_rope(hf: HfConfig) -> RopeConfig:
+    """Return the rope of a Gemma 4 model's sliding layers."""
+    rope = hf.rope_parameters["sliding_attention"]
+    if rope["rope_type"] != "default":
+        raise ConfigError(f"rope_type of sliding layers is {shown(rope['rope_type'])}, expected 'default'")
+    return RopeConfig(theta=float(rope["rope_theta"]))
 
 
 def glm4_moe(hf: HfConfig) -> dict[str, Any]:

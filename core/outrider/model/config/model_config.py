@@ -32,6 +32,23 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SandwichConfig:
+    """What a model with a norm before and after each half of a layer (Gemma 4) has besides: full layers of other sizes."""
+
+    full_layers: tuple[int, ...]
+    """Indices of the layers without a window."""
+    kv_heads: int
+    head_size: int
+    """Number of key heads and size of each head in the full layers."""
+    rope: RopeConfig
+    """The rope of the full layers."""
+    values_are_keys: bool = False
+    """True if the full layers have no projection of values: values are the keys before their norm."""
+    logit_cap: float = 0.0
+    """The largest magnitude that logits approach, by a hyperbolic tangent; 0 for uncapped logits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SigmoidRouterConfig:
     """A router with sigmoids, whose experts are in equal groups: see :class:`~outrider.device.SigmoidRouting`."""
 
@@ -234,6 +251,8 @@ class ModelConfig:
     """The mixture of experts that replaces MLPs, or None."""
     recurrent: RecurrentConfig | None = None
     """The layers with a recurrent state instead of attention, or None."""
+    sandwich: SandwichConfig | None = None
+    """The full layers of a model whose layers norm their results, too; None for other models."""
     vision: VisionConfig | None = None
     """None for a text-only model."""
     eos_token_ids: tuple[int, ...] = ()
@@ -331,22 +350,30 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """Factor by which attention multiplies the dot products of queries and keys."""
-        return float(self.head_size**-0.5)
+        return 1.0 if self.sandwich is not None else float(self.head_size**-0.5)
+
+    def of_layer(self, index: int) -> ModelConfig:
+        """Return the config with the heads and the rope of layer ``index``, if layers differ in them."""
+        if self.sandwich is None or index not in self.sandwich.full_layers:
+            return self
+        full = self.sandwich
+        return replace(self, num_kv_heads=full.kv_heads, head_size=full.head_size, rope=full.rope)
 
     def attention_shapes(self, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
         """Return the attention shapes of the layers, without duplicates, for queries of ``dtype``."""
-        return tuple(
+        found = {
             AttentionShape(
                 heads=self.num_heads,
-                kv_heads=self.num_kv_heads,
-                head_size=self.head_size,
+                kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
                 page_size=page_size,
                 dtype=dtype,
                 scale=self.attention_scale,
                 window=window,
-            )
-            for window in dict.fromkeys(self.windows)
-        )
+            ): None
+            for layer, window in ((self.of_layer(index), window) for index, window in enumerate(self.windows))
+        }
+        return tuple(found)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ class RopeConfig:
     """Parameters of the rotary position embedding. Only the fields of ``kind`` have an effect."""
 
     kind: str = "default"
-    """``default``, ``linear``, ``dynamic``, ``llama3``, ``longrope`` or ``yarn``."""
+    """``default``, ``linear``, ``dynamic``, ``llama3``, ``longrope``, ``yarn`` or ``proportional``."""
     theta: float = 10000.0
     factor: float = 1.0
     original_context: int = 0
@@ -39,6 +39,8 @@ class RopeConfig:
     """Queries at position p are multiplied by 1 + ``query_beta`` ln(1 + floor(p / ``original_context``)) (Llama 4)."""
     rotated_share: float = 1.0
     """Share of a head's dimensions that are rotated, the first ones."""
+    turning_share: float = 1.0
+    """Share of the D/2 frequencies that aren't 0, the first ones (``proportional``)."""
     sections: tuple[int, ...] = ()
     """If not empty, positions have three axes (time, height, width). Each axis has that many of the frequencies, in order
     (Qwen2-VL's mrope).
@@ -64,6 +66,8 @@ class RopeConfig:
             )
         if not 0 < self.rotated_share <= 1:
             raise ConfigError(f"rope: partial_rotary_factor is {self.rotated_share}, expected above 0 and at most 1")
+        if not 0 <= self.turning_share <= 1:
+            raise ConfigError(f"rope: partial_rotary_factor is {self.turning_share}, expected a number from 0 to 1")
         if self.sections and len(self.sections) != 3:
             raise ConfigError(f"rope: sections are {self.sections}, expected three: time, height, width")
         if self.sections and self.depends_on_length:
@@ -169,14 +173,30 @@ def _yarn(rope: RopeConfig, head_size: int) -> Tensor:
     return 1.0 / (rope.factor * wavelengths) * (1 - unscaled_share) + 1.0 / wavelengths * unscaled_share
 
 
+def _proportional(rope: RopeConfig, head_size: int) -> Tensor:
+    """Return frequencies that are 0 but for the first ones: the others' pairs of dimensions don't turn (Gemma 4)."""
+    turning = int(rope.turning_share * head_size // 2)
+    frequencies = _default(rope, head_size) / rope.factor
+    frequencies[turning:] = 0.0
+    return frequencies
+
+
 def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 _FREQUENCIES: Mapping[str, Callable[[RopeConfig, int], Tensor]] = MappingProxyType(
     # Dynamic, longrope: the frequencies up to the original context. Beyond it they depend on the sequence's length.
-    {"default": _default, "linear": _linear, "dynamic": _default, "llama3": _llama3, "longrope": _short, "yarn": _yarn}
+    {
+        "default": _default,
+        "linear": _linear,
+        "dynamic": _default,
+        "llama3": _llama3,
+        "longrope": _short,
+        "yarn": _yarn,
+        "proportional": _proportional,
+    }
 )
 _NEED_ORIGINAL_CONTEXT = ("dynamic", "llama3", "longrope", "yarn")
-ROPE_KINDS = tuple(sorted(_FREQUENCIES))
-"""Rope types that a config may name."""
+ROPE_KINDS = tuple(sorted(_FREQUENCIES.keys() - {"proportional"}))
+"""Rope types that a config may name for all layers alike."""

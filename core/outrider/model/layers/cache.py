@@ -26,7 +26,7 @@ class LayerState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Key and value tensors of each layer, each [P, S, Hkv, D]. Page 0 is reserved for the writes of padding tokens.
+    """Key and value tensors of each layer, each [P, S, Hkv, D] with the layer's heads. Page 0 is reserved for the writes of padding tokens.
 
     A sequence's block table lists its pages. The engine decides which request owns which page, and which row of states.
     """
@@ -77,12 +77,12 @@ class KVCache:
             raise ConfigError(f"a KV cache of {pages} pages holds nothing: page 0 is reserved, expected at least 2")
         if page_size < 1:
             raise ConfigError(f"a KV cache of page size {page_size} can't be: expected at least 1")
-        shape = (pages, page_size, config.num_kv_heads, config.head_size)
 
-        def page_tensor() -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def page_tensor(layer: ModelConfig) -> Tensor:
+            return torch.zeros((pages, page_size, layer.num_kv_heads, layer.head_size), dtype=dtype, device=device)
 
-        return cls(tuple((page_tensor(), page_tensor()) for _ in config.attention_layers))
+        layers = [config.of_layer(index) for index in config.attention_layers]
+        return cls(tuple((page_tensor(layer), page_tensor(layer)) for layer in layers))
 
     def with_states(self, config: RecurrentConfig, rows: int, dtype: torch.dtype) -> KVCache:
         """Return a cache of the same pages with zeroed state ``rows`` of a model in ``dtype``."""
@@ -123,4 +123,5 @@ class KVCache:
     @staticmethod
     def page_bytes(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of one page over all layers, keys and values together."""
-        return 2 * len(config.attention_layers) * page_size * config.num_kv_heads * config.head_size * dtype.itemsize
+        layers = (config.of_layer(index) for index in config.attention_layers)
+        return 2 * page_size * dtype.itemsize * sum(layer.num_kv_heads * layer.head_size for layer in layers)

@@ -25,7 +25,7 @@ from outrider.model.layers.language_model import LanguageModel, SideBySide
 from outrider.model.layers.layer import RecurrentLayer, create_layers
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import ModelRanks
-from outrider.model.layers.rotary import make_rotary
+from outrider.model.layers.rotary import Rotary, make_rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +55,18 @@ class Decoder(LanguageModel):
         super().__init__(config, kernels, ranks)
         self.weights = weights
         self._output_ids: Tensor | None = None
-        self._rotary = make_rotary(
-            config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
-        )
+        self._rotary = self._make_rotary(config)
+        full = None if config.sandwich is None else config.of_layer(config.sandwich.full_layers[0])
+        self._full_rotary = None if full is None else self._make_rotary(full)
+        # Rounded to the dtype, as transformers does.
+        self._embedding_scale = 1.0 if full is None else float(torch.tensor(config.hidden_size**0.5, dtype=self.dtype))
         self._layers = create_layers(config, weights.layers, kernels, ranks)
         prepare(kernels, weights.head)
+
+    def _make_rotary(self, config: ModelConfig) -> Rotary:
+        return make_rotary(
+            config.rope, config.head_size, config.max_context, kernels=self.kernels, dtype=self.dtype, device=self.device
+        )
 
     @property
     def embedding(self) -> Tensor:
@@ -84,7 +91,8 @@ class Decoder(LanguageModel):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [T, H] of int64 ``tokens`` [T]."""
-        return self.embed_from_table(tokens, self.weights.embedding)
+        rows = self.embed_from_table(tokens, self.weights.embedding)
+        return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
     def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
@@ -97,7 +105,11 @@ class Decoder(LanguageModel):
         missing = [layer for layer in layers if not 0 <= layer <= len(self._layers)]
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
-        cos_sin = self._rotary(inputs.positions, inputs.prompt_lens)
+        angles = [self._rotary(inputs.positions, inputs.prompt_lens)] * len(self._layers)
+        if self._full_rotary is not None and self.config.sandwich is not None:
+            full = self._full_rotary(inputs.positions, inputs.prompt_lens)
+            for index in self.config.sandwich.full_layers:
+                angles[index] = full
         x = ResidualStream(self.kernels, self.embed_inputs(inputs))
         features = () if inputs.embeddings is None else inputs.embeddings.split(self.config.hidden_size, dim=1)
         if self.config.rope.query_beta:
@@ -116,7 +128,7 @@ class Decoder(LanguageModel):
         for index, layer in enumerate(self._layers):
             pages: tuple[Any, Any] = next(states_of_layers if layer.is_recurrent else pages_of_layers)
             captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
-            x = layer.forward(x, inputs if index == last and not reads_output else whole, cos_sin, pages, captured)
+            x = layer.forward(x, inputs if index == last and not reads_output else whole, angles[index], pages, captured)
             if index + 1 < len(features):
                 x.rows.add_(features[index + 1])
             if index == 0:
@@ -143,7 +155,9 @@ class Decoder(LanguageModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, Vd] of ``hidden`` [N, H], gathered from all ranks."""
-        return self.ranks.logits(linear(self.kernels, hidden, self.weights.head), self.output_size)
+        logits = self.ranks.logits(linear(self.kernels, hidden, self.weights.head), self.output_size)
+        cap = 0.0 if self.config.sandwich is None else self.config.sandwich.logit_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     @property
     def output_ids(self) -> Tensor | None:

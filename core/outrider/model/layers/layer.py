@@ -16,6 +16,7 @@ from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.layer_weights import LayerWeights, layer_blocks
 from outrider.model.layers.ranks import ModelRanks, or_single_rank
+from outrider.model.layers.sandwich import SandwichLayer
 
 
 class LayerBlock:
@@ -105,15 +106,18 @@ class RecurrentLayer(DecoderLayer):
 
 def create_layers(
     config: ModelConfig, layers: Sequence[LayerWeights], kernels: KernelSet, ranks: ModelRanks | None
-) -> tuple[DecoderLayer, ...]:
-    """Create a layer for each of ``layers``: a recurrent one if it has recurrent weights.
+) -> tuple[DecoderLayer | SandwichLayer, ...]:
+    """Create a layer for each of ``layers``: a recurrent one if it has recurrent weights, or one that norms its results.
 
     Raises :class:`ConfigError` if ``kernels`` don't take an operand of the layers.
     """
     config.check_kernels(kernels)
+    numbered = enumerate(zip(layers, config.windows, strict=True))
+    if config.sandwich is not None:
+        return tuple(SandwichLayer(config, each, kernels, window=window, index=index) for index, (each, window) in numbered)
     return tuple(
-        (DecoderLayer if weights.recurrent is None else RecurrentLayer)(
-            config, weights, kernels, window=window, ranks=ranks, index=index
+        (DecoderLayer if each.recurrent is None else RecurrentLayer)(
+            config, each, kernels, window=window, ranks=ranks, index=index
         )
-        for index, (weights, window) in enumerate(zip(layers, config.windows, strict=True))
+        for index, (each, window) in numbered
     )

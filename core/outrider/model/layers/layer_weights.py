@@ -96,6 +96,12 @@ class LayerWeights:
     """Down projection [H, Is] of the shared expert; None without one."""
     shared_gate: Weight | None = None
     """Product [1, H] for the gate that scales the shared expert's output; None without a gate."""
+    attention_output_norm: Tensor | None = None
+    """Norm weight [H] of attention's result; None for models without it."""
+    mlp_output_norm: Tensor | None = None
+    """Norm weight [H] of the MLP's result; None for models without it."""
+    output_scale: Tensor | None = None
+    """Factor [1] of the residual stream after the layer; None for models without it."""
     cache: CacheFormat | None = None
     """Format of the layer's KV pages. None means the model's dtype."""
 

@@ -88,6 +88,8 @@ class Shards:
         ``model`` names the model in errors. Raises :class:`ConfigError` if heads or intermediate size can't be divided.
         """
         ranks, mlp = self.attention.size, self.mlp.size
+        if config.sandwich is not None and max(ranks, mlp) > 1:
+            raise ConfigError(f"{model}: a {config.family} model runs on one rank here, and there are {max(ranks, mlp)}")
         if config.num_heads % ranks:
             raise _unequal(model, f"{config.num_heads} heads", ranks, "a number of tensor-parallel ranks that divides them")
         if config.num_kv_heads % ranks and ranks % config.num_kv_heads:

@@ -1,0 +1,72 @@
+"""A decoder layer with norms before and after its halves (Gemma 4): ``x += norm(attention(norm(x)))``, the same with an MLP.
+
+Values are normalised too, the MLP's activation is GELU, and a factor scales the stream after the layer. The layer composes
+primitives of its kernel set, whatever blocks that has. Letters: T new tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from outrider.device import KernelSet, ResidualStream
+from outrider.device.kernels.blocks import attended_rows, write_heads
+from outrider.device.kernels.weights import linear
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.layer_weights import LayerWeights, attention_block, mlp_block
+from outrider.model.layers.ranks import or_single_rank
+
+
+class SandwichBlock(NamedTuple):
+    """One half of the layer: its name, its weights, and that this module composes it."""
+
+    name: str
+    weights: Any
+    implementation: str = "composed"
+
+
+class SandwichLayer:
+    """A layer of a model on one rank. ``config`` is the model's, ``weights`` have the norms of results and the factor."""
+
+    is_recurrent = False
+
+    def __init__(self, config: ModelConfig, weights: LayerWeights, kernels: KernelSet, *, window: int, index: int) -> None:
+        single = or_single_rank(None)
+        self._attention = attention_block(config, weights, window, single)
+        self._mlp = mlp_block(config, weights, single)
+        self.blocks = SandwichBlock("attention_block", self._attention), SandwichBlock("mlp_block", self._mlp)
+        assert weights.attention_output_norm is not None  # create_layers asks for this layer by them
+        assert weights.mlp_output_norm is not None
+        self._output_norms = weights.attention_output_norm, weights.mlp_output_norm
+        self._output_scale = weights.output_scale
+        size = config.of_layer(index).head_size
+        self._ones = torch.ones(size, dtype=weights.mlp_norm.dtype, device=weights.mlp_norm.device)
+        self._kernels, self._eps = kernels, config.rms_eps
+
+    def forward(
+        self,
+        x: ResidualStream,
+        inputs: ForwardInput,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        captured: tuple[Tensor, ...] = (),
+    ) -> ResidualStream:
+        """Return the residual stream after this layer: see :meth:`outrider.model.layers.layer.DecoderLayer.forward`."""
+        kernels, eps, block, mlp = self._kernels, self._eps, self._attention, self._mlp
+        tokens, rows = inputs.attention_tokens(cos_sin, cache, captured), x.add()
+        qkv = linear(kernels, ResidualStream(kernels, rows).norm(block.norm, eps), block.qkv, block.qkv_bias)
+        values = tokens.rotary.split(qkv)[2]
+        values.copy_(kernels.rms_norm(values, self._ones, eps))
+        q = write_heads(kernels, qkv, block, tokens)
+        attended = attended_rows(kernels, q, None, block, tokens, kernels.paged_attention)
+        result = linear(kernels, attended, block.output, block.output_bias)
+        rows = tokens.rows.continued(kernels, rows)
+        rows.add_(kernels.rms_norm(result, self._output_norms[0], eps))
+        gate, up = linear(kernels, kernels.rms_norm(rows, mlp.norm, eps), mlp.gate_up).chunk(2, dim=-1)
+        result = linear(kernels, gelu(gate, approximate="tanh") * up, mlp.down)
+        rows.add_(kernels.rms_norm(result, self._output_norms[1], eps))
+        return ResidualStream(kernels, rows if self._output_scale is None else rows.mul_(self._output_scale))
