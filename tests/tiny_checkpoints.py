@@ -28,6 +28,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
 }
 
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 7,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    },
+}
+SANDWICHES: dict[str, dict[str, Any]] = {
+    "gemma4_text": _GEMMA4,
+    "gemma4_text-values": {
+        **_GEMMA4,
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": False,
+        "final_logit_softcapping": None,
+    },
+    "gemma4_unified_text": {**_GEMMA4, "num_global_key_value_heads": None, "attention_bias": True},
+}
+"""Families whose layers norm their results."""
+
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 _GROUPED |= {"n_group": 4, "topk_group": 2}
@@ -148,7 +174,7 @@ def tiny_config(name: str, **overrides: Any) -> Any:
 
     ``name`` is one of the families here, or a family of transformers that needs no further fields.
     """
-    fields = SHAPE | (FAMILIES | MIXTURES | OTHER_FAMILIES).get(name, {}) | overrides
+    fields = SHAPE | (FAMILIES | SANDWICHES | MIXTURES | OTHER_FAMILIES).get(name, {}) | overrides
     family = fields.pop("model_type", name)
     if family in ("gpt_neox", "gpt2"):  # they have as many keys as queries, and no field for it
         del fields["num_key_value_heads"]
@@ -165,6 +191,8 @@ def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed:
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.3)
+        if buffer_name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.3, 1.5)
     size = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
     return model.eval()
