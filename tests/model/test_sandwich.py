@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 
+from disaggregation.couple import Couple
+from disaggregation.test_sides import NEW, state
 from model.test_decoder import PROMPT, agree, expect
 from model.test_mixtures import edited, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
@@ -15,6 +17,8 @@ from outrider.errors import CheckpointError
 from outrider.model import KVCache, ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.registry import get_backend
+from outrider.transports.link import LocalTransport
+from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import SANDWICHES, write_checkpoint
 
@@ -145,10 +149,21 @@ def test_several_ranks_are_refused(backend, gemma, shards):
 def test_a_published_config(tmp_path):
     """As of Gemma 4 31B: every sixth layer is full, with heads of twice the size."""
     text = {
-        **{"model_type": "gemma4_text", "attention_k_eq_v": True, "final_logit_softcapping": 30.0, "global_head_dim": 512},
-        **{"head_dim": 256, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32},
-        **{"num_hidden_layers": 60, "num_key_value_heads": 16, "num_global_key_value_heads": 4, "sliding_window": 1024},
-        **{"hidden_size_per_layer_input": 0, "vocab_size": 262144, "max_position_embeddings": 262144},
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size": 262144,
+        "max_position_embeddings": 262144,
     }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": text}))
     config = read_model_config(tmp_path)
@@ -157,3 +172,21 @@ def test_a_published_config(tmp_path):
     assert config.windows[:6] == (1024,) * 5 + (0,)
     assert config.tie_embeddings
 
+
+def test_pages_of_both_kinds_move_between_engines(gemma):
+    """Prefill and decode apart give the tokens of one engine."""
+
+    def engine():
+        config = plain_config(dtype="float64", max_context=64, page_size=4, max_requests=3, num_pages=40)
+        return Engine.from_checkpoint(gemma[0], CpuBackend(), speculate="ngram", config=config)
+
+    prompts = [(3, 1, 4, 1, 5, 9, 2, 6), (8, 9), tuple(range(10, 30))]
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+    alone = [each.token_ids for each in engine().generate(prompts, params)]
+    sides = Couple(engine(), engine(), LocalTransport())
+    for prompt in prompts:
+        sides.submit(state(prompt, ignore_eos=True))
+    sides.run()
+    assert [sides.tokens(key) for key in range(len(prompts))] == alone
+    assert sides.decode.counts["arrived"] > 0
+    sides.close()

@@ -146,4 +146,4 @@ def _heads(q: Tensor, k_cache: Tensor) -> AttentionHeads:
 
 def attends(q: Tensor) -> bool:
     """Return True if Triton's attention kernels support queries ``q`` [T, Hq, D] of this dtype and head size."""
-    return has_kernel(q) and q.shape[-1] <= 256
+    return has_kernel(q) and q.shape[-1] <= 512

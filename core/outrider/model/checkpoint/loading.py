@@ -22,11 +22,11 @@ from outrider.model.checkpoint.bulk import TensorRead, read_parts
 from outrider.model.checkpoint.expert_stacks import dequantized_stacks, with_model_stacks
 from outrider.model.checkpoint.files import CheckpointFiles, Piece, Target, wrap_read_errors
 from outrider.model.checkpoint.mapping import (
+    OTHER_MODALITIES,
     check_count,
     decoder_stem,
     decoder_targets,
     decoder_weights,
-    OTHER_MODALITIES,
     is_mtp_tensor,
     is_unused_tensor,
     vision_name,

@@ -106,10 +106,10 @@ def gemma4(hf: HfConfig) -> dict[str, Any]:
         )
     windows = layer_windows(hf)
     layers = [hf.per_layer_config[index] for index in range(len(windows))]
-    sizes = [(bool(window), each.head_dim, each.num_key_value_heads) for each, window in zip(layers, windows, strict=True)]
-    if len(set(sizes)) != 2:
+    sizes = {(bool(window), each.head_dim, each.num_key_value_heads) for each, window in zip(layers, windows, strict=True)}
+    if len(sizes) != 2:
         raise ConfigError(
-            f"layers have heads of {len(set(sizes))} kinds (window, head_dim, num_key_value_heads): {shown(sorted(set(sizes)))}; "
+            f"layers have heads of {len(sizes)} kinds (has a window, head_dim, num_key_value_heads): {shown(sorted(sizes))}; "
             "expected two, of full layers and of layers with a window"
         )
     _, head_size, kv_heads = min(sizes)

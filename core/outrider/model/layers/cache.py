@@ -26,7 +26,8 @@ class LayerState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Key and value tensors of each layer, each [P, S, Hkv, D] with the layer's heads. Page 0 is reserved for the writes of padding tokens.
+    """Key and value tensors of each layer, each [P, S, Hkv, D] with the layer's heads. Page 0 is reserved for the writes of
+    padding tokens.
 
     A sequence's block table lists its pages. The engine decides which request owns which page, and which row of states.
     """
