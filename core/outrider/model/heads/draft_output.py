@@ -32,7 +32,7 @@ from outrider.model.layers.ranks import Shard
 from outrider.model.media.tokenizer import Tokenizer, has_tokenizer
 from outrider.model.quantization.loading import map_scales
 
-DraftFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32"]
+DraftFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32", "mxfp4"]
 DRAFT_FORMATS = tuple(WEIGHT_FORMATS)
 """Formats to which a draft's weights are rounded."""
 _PRODUCTS = frozenset({"qkv", "output", "gate_up", "down", "fusion", "head"})
