@@ -361,7 +361,11 @@ def test_wrong_blocks_are_told(block, fault, more, format):
         check_kernels(WrongBlocks(fault), made)
 
 
-OPTIONAL = {"sinks": "attention_block, attention_sinks", "biases": "experts_block, expert_biases"}
+OPTIONAL = {
+    "sinks": "attention_block, attention_sinks",
+    "biases": "experts_block, expert_biases",
+    "sigmoid": "experts_block, sigmoid_routing",
+}
 """Problems of fields that only kernels with an optional operand take."""
 BLOCK_RECORDS = {AttentionBlock: "attention_block", MlpBlock: "mlp_block", ExpertsBlock: "experts_block"}
 BLOCK_RECORDS |= {RecurrentBlock: "recurrent_block", RecurrentTokens: "recurrent_block"}
