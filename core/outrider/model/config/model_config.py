@@ -33,7 +33,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandwichConfig:
-    """Constants of a model with a norm before and after each half of a layer (Gemma 4), whose full layers have other heads."""
+    """Constants of a model with norms before and after each half of a layer, whose full layers have other heads (Gemma 4)."""
 
     full_layers: tuple[int, ...]
     """Indices of the layers without a window."""
