@@ -41,18 +41,18 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     output = target.weights.head.nbytes
     tokens = batch * (1 + engine.proposer.depth)
     weights = _bytes(target.weights.layers) - _idle_expert_bytes(target, tokens) + target.weights.norm.nbytes + output
-    cached = _cached_bytes(target.config, target.cache_dtype.itemsize)
+    cached = _cached_bytes(target.config, target.cache_dtype)
     proposer = engine.proposer
     if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead | MtpHead):
         head = proposer.head
         passes = proposer.depth
         embedding = 0 if head.weights.embedding is None else head.weights.embedding.nbytes
         weights += passes * (_bytes(head.weights) - embedding + _output_head_bytes(head))
-        cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
+        cached += passes * _cached_bytes(head.config, target.dtype)
     elif isinstance(proposer, BlockProposer):
         drafter = proposer.head
         weights += _bytes(drafter.weights) + _key_value_weight_bytes(drafter) + _output_head_bytes(drafter)
-        cached += _cached_bytes(drafter.config, target.dtype.itemsize)
+        cached += _cached_bytes(drafter.config, target.dtype)
     elif not isinstance(proposer, NonSpeculativeProposer):
         return None
     recurrent = target.config.recurrent
@@ -100,7 +100,7 @@ def prefill_cost(engine: Engine, tokens: int) -> Cost | None:
         return None
     output = target.weights.head
     weights = _bytes(target.weights.layers) - _idle_expert_bytes(target, tokens) + target.weights.norm.nbytes + output.nbytes
-    cached = tokens * _cached_bytes(target.config, target.cache_dtype.itemsize)
+    cached = tokens * _cached_bytes(target.config, target.cache_dtype)
     layers = _layer_operations(target.weights.layers, target.config, tokens / 2)
     return Cost(float(weights + cached), tokens * layers + 2 * _elements(output))
 
@@ -129,7 +129,7 @@ def _layer_operations(layers: Sequence[LayerWeights], config: ModelConfig, conte
         operations += 2 * matrices
     for number in config.attention_layers:
         reach = config.windows[number] or context
-        operations += 4 * config.num_heads * config.head_size * min(context, reach)
+        operations += 4 * config.num_heads * config.of_layer(number).head_size * min(context, reach)
     recurrent = config.recurrent
     if recurrent is not None:
         state = recurrent.value_heads * recurrent.key_size * recurrent.value_size
@@ -186,9 +186,11 @@ def _key_value_weight_bytes(drafter: DFlashHead) -> float:
     return share * sum(layer.qkv.nbytes for layer in drafter.weights.layers)
 
 
-def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
+def _cached_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the keys and values of one token of context, over all layers."""
-    return 2 * len(config.attention_layers) * config.num_kv_heads * config.head_size * itemsize
+    from outrider.model import KVCache
+
+    return KVCache.page_bytes(config, page_size=1, dtype=dtype)
 
 
 def _bytes(weights: Any) -> int:
