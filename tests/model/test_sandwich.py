@@ -63,7 +63,7 @@ def test_a_checkpoint_with_a_vision_tower_runs_on_text(tmp_path, backend, gemma,
 
 
 @pytest.mark.parametrize("speculate", ["none", "ngram", "suffix", "draft-model"])
-@pytest.mark.parametrize("device", ["cpu", "sim", "sim:like=npu"])
+@pytest.mark.parametrize("device", ["cpu", "sim", "sim:like=npu", "sim:kernels=host-plans"])
 def test_engines_give_the_tokens_of_transformers(gemma, device, speculate):
     path, reference = gemma
     reference.generation_config.eos_token_id = None
