@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
+from transformers.modeling_layers import MtpLayer
 
+from model.harness import Driver
 from model.test_decoder import PROMPT, agree, expect
 from model.test_mixtures import edited, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
+from outrider.cli.options.models import Speculation
 from outrider.device import ConfigError, KernelSet, SigmoidRouting
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, plan_decoder
@@ -66,14 +69,66 @@ def test_the_router_is_as_wide_as_its_correction(backend, glm):
     assert layer.gate_up.dtype is torch.bfloat16
 
 
-def test_a_draft_head_in_the_checkpoint_is_not_read(tmp_path, backend, glm):
-    """Published as one more layer, with projections of its own."""
-    more = {"enorm.weight": 32, "hnorm.weight": 32, "shared_head.norm.weight": 32, "mlp.gate.weight": 32}
-    head = {f"model.layers.3.{name}": torch.randn(size) for name, size in more.items()}
-    assert glm[1].config.num_hidden_layers == 3
-    agree(edited(glm[0], tmp_path, lambda tensors: tensors | head), backend, glm[1])
-    edited(glm[0], tmp_path, lambda tensors: tensors | {"model.layers.4.enorm.weight": torch.randn(32)})
-    with pytest.raises(CheckpointError, match=re.escape("not expected: 'model.layers.4.enorm.weight' [32]")):
+HEAD = "model.layers.3"
+
+
+def with_head(source, target, model, **config):
+    """The checkpoint with a head of multi-token prediction as one more layer, as published. Returns transformers' layer."""
+    norm = type(model.model.norm)
+    torch.manual_seed(5)
+    head = MtpLayer(model.config, type(model.model.layers[1]), norm, 1)
+    for name, tensor in (*head.named_parameters(), *head.named_buffers()):
+        torch.nn.init.normal_(tensor, 1.0 if "norm" in name else 0.0, 0.3)
+    stored = {}
+    for name, tensor in head.state_dict().items():
+        place = name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        if "experts." in name and tensor.dim() == 3:
+            for expert, rows in enumerate(tensor):
+                gated = "gate_up_proj" in name
+                parts = zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True) if gated else (("down_proj", rows),)
+                stored |= {f"{HEAD}.mlp.experts.{expert}.{part}.weight": each.clone() for part, each in parts}
+        else:
+            stored[f"{HEAD}.{place}"] = tensor
+    stored[f"{HEAD}.embed_tokens.weight"] = model.model.embed_tokens.weight.data
+    stored[f"{HEAD}.shared_head.head.weight"] = model.lm_head.weight.data
+    edited(source, target, lambda tensors: tensors | stored, num_nextn_predict_layers=1, **config)
+    return head.eval()
+
+
+def test_the_head_in_the_checkpoint_drafts_as_in_transformers(tmp_path, backend, glm):
+    path, model = glm
+    oracle = with_head(path, tmp_path, model)
+    assert Speculation.with_defaults(None, model=tmp_path, draft=None, draft_tokens=3).kind == "mtp"
+    config = plain_config(dtype="float32", max_context=128, page_size=4, prefill_chunk=9, draft_tokens=3)
+    engine = Engine.from_checkpoint(tmp_path, backend, speculate="mtp", config=config)
+    head, prompt = engine.proposer.head, [number % model.config.vocab_size for number in range(3, 60, 5)]
+    driver = Driver(engine.model)
+    states = driver.hidden([(driver.sequence(), prompt)])
+    draft = Driver(engine.model, config=head.config)
+    with torch.no_grad():
+        made = head.forward(draft.inputs([(draft.sequence(), prompt[1:])]), states[:-1], draft.cache)
+        ids, positions = torch.tensor([prompt]), torch.arange(len(prompt) - 1).unsqueeze(0)
+        embedded, last = model.model.embed_tokens(ids[:, 1:]), model.model(ids).last_hidden_state[:, :-1]
+        angles = model.model.rotary_emb(embedded, positions)
+        mask = torch.full((len(prompt) - 1,) * 2, float("-inf")).triu(1)[None, None]
+        wanted = oracle(embedded, last, angles, mask, positions, None)[0]
+    torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-3)
+    model.generation_config.eos_token_id = None
+    (found,) = engine.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
+    assert list(found.token_ids) == expect(model, prompt, NEW_TOKENS)[0]
+    agree(tmp_path, backend, model)  # the head is ignored without speculation
+
+
+def test_a_head_at_another_place_is_refused_by_name(tmp_path, backend, glm):
+    with_head(glm[0], tmp_path, glm[1], num_hidden_layers=2, first_k_dense_replace=1)
+    edited(tmp_path, tmp_path / "short", lambda tensors: {n: t for n, t in tensors.items() if "layers.2." not in n})
+    with pytest.raises(CheckpointError, match=r"the head is model\.layers\.3, expected model\.layers\.2, after"):
+        Engine.from_checkpoint(tmp_path / "short", backend, speculate="mtp", config=plain_config(max_context=64))
+
+
+def test_a_layer_too_many_that_is_no_head_is_refused(tmp_path, backend, glm):
+    edited(glm[0], tmp_path, lambda tensors: tensors | {f"{HEAD}.enorm.weight": torch.randn(32)})
+    with pytest.raises(CheckpointError, match=re.escape(f"not expected: '{HEAD}.enorm.weight' [32]")):
         load_decoder(tmp_path, backend=backend, dtype=torch.float32)
 
 

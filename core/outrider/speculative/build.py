@@ -256,8 +256,10 @@ def _build_suffix(options: DraftOptions) -> Proposer:
     return SuffixProposer.for_target(options.target, options.draft_tokens)
 
 
-_MTP_BUILDERS: Mapping[str, Builder] = MappingProxyType({"mimo": _build_mimo_mtp, "chained": _build_chained_mtp})
-"""Builders of proposers with multi-token prediction heads, by the checkpoint's format, a value of ``MTP_PREFIXES``."""
+_MTP_BUILDERS: Mapping[str, Builder] = MappingProxyType(
+    {"mimo": _build_mimo_mtp, **dict.fromkeys(("chained", "layer"), _build_chained_mtp)}
+)
+"""Builders of proposers with multi-token prediction heads, by the result of :func:`find_mtp_format`."""
 
 _BUILDER_OF: Mapping[str, Builder] = {
     "none": _build_none,

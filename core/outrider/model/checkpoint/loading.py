@@ -27,8 +27,8 @@ from outrider.model.checkpoint.mapping import (
     decoder_stem,
     decoder_targets,
     decoder_weights,
-    is_mtp_tensor,
     is_unused_tensor,
+    mtp_tensors,
     vision_name,
 )
 from outrider.model.checkpoint.opening import open_checkpoint
@@ -316,9 +316,7 @@ def plan_decoder(
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)
     stem = decoder_stem(files.tensors)
-    optional = {key for key in files.tensors if is_mtp_tensor(key)}  # the heads' loader checks them
-    if config.routes_by_sigmoids:  # these families store a draft head as one more layer, which isn't read
-        optional |= {key for key in files.tensors if key.startswith(f"{stem}layers.{config.num_layers}.")}
+    optional = mtp_tensors(files.tensors)  # the heads' loader checks them
     if config.sandwich is not None:  # they run on text alone
         optional |= {key for key in files.tensors if key.startswith(OTHER_MODALITIES)}
     if config.tie_embeddings:
@@ -364,11 +362,10 @@ def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
     own = draft_dir.resolve() == plan.files.origin.parent.resolve()
     files = plan.files if own else _with_draft_stacks(open_checkpoint(draft_dir), plan, draft_dir)
     found = 0
-    for key in files.tensors:
-        if is_mtp_tensor(key) or not own:
-            stored = files.dtype(key) or torch.int8
-            ranks = plan.ranks.shards.mlp.size if ".experts." in key else 1
-            found += math.prod(files.shape(key)) * (1 if stored.itemsize == 1 else plan.dtype.itemsize) // ranks
+    for key in mtp_tensors(files.tensors) if own else files.tensors:
+        stored = files.dtype(key) or torch.int8
+        ranks = plan.ranks.shards.mlp.size if ".experts." in key else 1
+        found += math.prod(files.shape(key)) * (1 if stored.itemsize == 1 else plan.dtype.itemsize) // ranks
     return found
 
 

@@ -33,6 +33,8 @@ from outrider.model.quantization.storages import PACKED
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
 """Format of heads of multi-token prediction by the prefix of their tensors' names."""
+_JOIN = "eh_proj."
+"""Beginning of the names of the projection in a head that is stored as one more layer."""
 SINGLE_RANK = Shards()
 """A single rank that holds the whole model."""
 
@@ -229,9 +231,16 @@ def vision_name(key: str) -> str | None:
     return None
 
 
-def is_mtp_tensor(key: str) -> bool:
-    """Return True if ``key`` names a tensor of multi-token prediction heads."""
-    return key.startswith(tuple(MTP_PREFIXES))
+def mtp_tensors(present: Iterable[str]) -> set[str]:
+    """Return the names among ``present`` of the tensors of multi-token prediction heads."""
+    names = list(present)
+    prefixes = (*MTP_PREFIXES, *{key.partition(_JOIN)[0] for key in names if _JOIN in key})
+    return {key for key in names if key.startswith(prefixes)}
+
+
+def mtp_layer(present: Iterable[str]) -> str | None:
+    """Return the prefix of the layer that a head of the format ``layer`` is stored as, without its dot, or None."""
+    return next((key.partition(f".{_JOIN}")[0] for key in sorted(present) if f".{_JOIN}" in key), None)
 
 
 def mtp_depth(raw: Mapping[str, Any]) -> Any:
@@ -243,8 +252,12 @@ def mtp_depth(raw: Mapping[str, Any]) -> Any:
 
 
 def mtp_format(present: Iterable[str]) -> str | None:
-    """Return the format of the heads of multi-token prediction, a value of ``MTP_PREFIXES``, or None without such heads."""
-    return next((MTP_PREFIXES[prefix] for key in present for prefix in MTP_PREFIXES if key.startswith(prefix)), None)
+    """Return the format of the heads of multi-token prediction: a value of ``MTP_PREFIXES``, ``layer`` for a head that is
+    stored as one more layer (GLM-4.5), or None without such heads.
+    """
+    names = list(present)
+    by_prefix = (MTP_PREFIXES[prefix] for key in names for prefix in MTP_PREFIXES if key.startswith(prefix))
+    return next(by_prefix, "layer" if mtp_layer(names) is not None else None)
 
 
 def is_unused_tensor(key: str) -> bool:

@@ -19,7 +19,7 @@ from outrider.device.kernels.weights import Weight, linear, prepare
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles, Target, read_json, wrap_read_errors
 from outrider.model.checkpoint.loading import Progress, check_tensors, load_tensors, loading_stream
-from outrider.model.checkpoint.mapping import MTP_PREFIXES, SINGLE_RANK, is_mtp_tensor, layer_weights, mtp_format
+from outrider.model.checkpoint.mapping import MTP_PREFIXES, SINGLE_RANK, layer_weights, mtp_format, mtp_tensors
 from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import is_whole
@@ -384,7 +384,8 @@ def check_draft_kind(directory: Path, name: str) -> None:
     kind = next((kind for tensor, kind in _KIND_BY_TENSOR if tensor in files.tensors), None)
     if kind is None:
         # A hybrid's decoder may be within a vision-language model's names, have experts, and a head of its own.
-        decodes = any(key.startswith("model.") and ".layers.0." in key for key in files.tensors if not is_mtp_tensor(key))
+        others = files.tensors.keys() - mtp_tensors(files.tensors)
+        decodes = any(key.startswith("model.") and ".layers.0." in key for key in others)
         kind = "draft-model" if decodes else "mtp" if mtp_format(files.tensors) is not None else None
     if kind not in (None, name):
         raise CheckpointError(f"{files.origin}: its tensors are those of a draft for speculate {kind!r}, not {name!r}")
@@ -398,7 +399,8 @@ def find_mtp_format(files: CheckpointFiles) -> str:
     found = mtp_format(files.tensors)
     if found is None:
         raise CheckpointError(
-            f"{files.origin}: has no heads of multi-token prediction; expected tensors {' or '.join(MTP_PREFIXES)}*; name a "
+            f"{files.origin}: has no heads of multi-token prediction; expected tensors {' or '.join(MTP_PREFIXES)}*, "
+            "or a last layer with eh_proj; name a "
             "checkpoint that has them as the draft (--draft), or choose another name for speculate"
         )
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from outrider.model.checkpoint.mapping import (
     SINGLE_RANK,
     expert_targets,
     is_model,
-    is_mtp_tensor,
     layer_targets,
     mtp_depth,
+    mtp_layer,
+    mtp_tensors,
     offset_norms,
 )
 from outrider.model.config.checkpoint_config import read_model_config
@@ -134,30 +135,51 @@ def _open(checkpoint: HeadCheckpoint) -> tuple[HeadCheckpoint, set[str]]:
         return checkpoint, set()
     if quantization is not None:  # heads of a quantized model may be unquantized
         checkpoint = replace(checkpoint, quantization=replace(quantization, weights=False))
-    return checkpoint, {key for key in present if not is_mtp_tensor(key)}
+    return checkpoint, present.keys() - mtp_tensors(present)
 
 
-_LAYER, HEAD_NAME = "mtp.layers.0", "heads.0"
-"""Prefixes of the layer's tensors in the checkpoint, and of the head's weights."""
+HEAD_NAME = "heads.0"
+"""Prefix of the head's weights."""
+
+
+class ChainedNames(NamedTuple):
+    """The names of a chained head's tensors: the prefix of its layer, two norms of inputs, a projection, the last norm."""
+
+    layer: str = "mtp.layers.0"
+    token_norm: str = "mtp.pre_fc_norm_embedding"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden"
+    fusion: str = "mtp.fc"
+    final_norm: str = "mtp.norm"
+
+    @classmethod
+    def of_layer(cls, layer: str) -> ChainedNames:
+        """Return the names in a head that is stored as one more ``layer`` of the model."""
+        return cls(layer, *(f"{layer}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")))
+
+
+_OF_MTP = ChainedNames()
 
 
 def load_chained_mtp(checkpoint: HeadCheckpoint) -> MtpHead:
-    """Load the one head, in the format that chains it (tensors ``mtp.*``). Its result is its own next input,
+    """Load the one head, in a format that chains it (tensors ``mtp.*``, or one more layer). Its result is its own next input,
     so it drafts any number of tokens.
 
     Embedding and output head are the target's. What the checkpoint holds, and errors, follow :func:`load_mtp`.
     """
     checkpoint, ignored = _open(checkpoint)
-    config = _chained_config(checkpoint)
-    targets_of = partial(chained_mtp_targets, config, checkpoint.files.tensors)
-    ignored |= scale_keys(checkpoint.files, [_LAYER])  # the head's cache has the model's dtype
+    layer = mtp_layer(checkpoint.files.tensors)
+    names = _OF_MTP if layer is None else ChainedNames.of_layer(layer)
+    config = _chained_config(checkpoint, names)
+    targets_of = partial(chained_mtp_targets, config, checkpoint.files.tensors, names=names)
+    ignored |= scale_keys(checkpoint.files, [names.layer])  # the head's cache has the model's dtype
+    ignored |= {f"{names.layer}.{part}.weight" for part in ("embed_tokens", "shared_head.head")}  # copies of the model's
     checkpoint.check(targets_of, optional=ignored)
     with checkpoint.load(config, targets_of) as (local, weights):
         record = mtp_weights(weights, HEAD_NAME, local.experts)
         return MtpHead(local, record, checkpoint.target, ahead=1, embedding_first=True)
 
 
-def _chained_config(checkpoint: HeadCheckpoint) -> ModelConfig:
+def _chained_config(checkpoint: HeadCheckpoint, names: ChainedNames) -> ModelConfig:
     """Return the config of the head's one layer, which is a mixture of experts if the checkpoint has a router.
 
     Raises :class:`CheckpointError` for a head that isn't supported.
@@ -167,8 +189,10 @@ def _chained_config(checkpoint: HeadCheckpoint) -> ModelConfig:
     fields: dict[str, Any] = checkpoint.raw | (text if isinstance(text, dict) else {})
     depth = mtp_depth(checkpoint.raw)
     problem = None
-    if config.family not in HYBRID_FAMILIES:
+    if names == _OF_MTP and config.family not in HYBRID_FAMILIES:
         problem = f"model_type is {shown(config.family)}, and a head with tensors mtp.* belongs to a hybrid model"
+    elif names not in (_OF_MTP, ChainedNames.of_layer(f"model.layers.{config.num_layers}")):
+        problem = f"the head is {names.layer}, expected model.layers.{config.num_layers}, after the model's own layers"
     elif depth != 1:
         problem = f"the head has {shown(depth)} layers, expected 1, which drafts every token of a chain"
     elif fields.get("mtp_use_dedicated_embeddings", False) is not False:
@@ -177,7 +201,7 @@ def _chained_config(checkpoint: HeadCheckpoint) -> ModelConfig:
         raise CheckpointError(f"{checkpoint.file}: {problem}")
     checkpoint.check_vocabulary_and_dtype(config)
     checkpoint.check_hidden_size(config)
-    experts = config.experts if f"{_LAYER}.mlp.gate.weight" in checkpoint.files.tensors else None
+    experts = config.experts if f"{names.layer}.mlp.gate.weight" in checkpoint.files.tensors else None
     if experts is not None:
         experts = replace(experts, dense_layers=())
     return chained_head_config(replace(config, experts=experts))
@@ -188,18 +212,20 @@ def chained_head_config(config: ModelConfig) -> ModelConfig:
     return replace(config, num_layers=1, windows=(0,), recurrent=None)
 
 
-def chained_mtp_targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
-    """Return the targets of a chained head's weights. ``present`` holds the checkpoint's tensor names, for
-    optional tensors.
+def chained_mtp_targets(
+    config: ModelConfig, present: Container[str], shards: Shards, *, names: ChainedNames = _OF_MTP
+) -> list[Target]:
+    """Return the targets of a chained head's weights. ``present`` holds the checkpoint's tensor names, for optional
+    tensors.
     """
     hidden, mixture = config.hidden_size, config.experts is not None
     targets = [
-        Target(f"{HEAD_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
-        Target(f"{HEAD_NAME}.hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
-        Target(f"{HEAD_NAME}.fusion", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
-        Target(f"{HEAD_NAME}.final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
-        *layer_targets(config, _LAYER, f"{HEAD_NAME}.layers.0", mlp=not mixture, shards=shards),
+        Target(f"{HEAD_NAME}.token_norm", (Piece(f"{names.token_norm}.weight", (hidden,)),)),
+        Target(f"{HEAD_NAME}.hidden_norm", (Piece(f"{names.hidden_norm}.weight", (hidden,)),)),
+        Target(f"{HEAD_NAME}.fusion", (Piece(f"{names.fusion}.weight", (hidden, 2 * hidden)),)),
+        Target(f"{HEAD_NAME}.final_norm", (Piece(f"{names.final_norm}.weight", (hidden,)),)),
+        *layer_targets(config, names.layer, f"{HEAD_NAME}.layers.0", mlp=not mixture, shards=shards),
     ]
     if mixture:
-        targets += expert_targets(config, _LAYER, f"{HEAD_NAME}.layers.0", present, shards)
+        targets += expert_targets(config, names.layer, f"{HEAD_NAME}.layers.0", present, shards)
     return list(offset_norms(config, targets))
