@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, state
-from model.test_decoder import PROMPT, agree, expect
+from model.test_decoder import PROMPT, TOLERANCE, Driver, agree, expect
 from model.test_mixtures import edited, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
@@ -97,6 +98,33 @@ def test_log_probabilities_are_those_of_capped_logits(gemma):
     (completion,) = engine.generate([PROMPT], SamplingParams(max_tokens=3, logprobs=2, ignore_eos=True))
     wanted = logits.log_softmax(-1).max(-1).values
     assert torch.allclose(torch.tensor([entry.logprob for entry in completion.logprobs]), wanted, atol=1e-4)
+
+
+def test_pages_in_fp8_give_the_tokens_of_rounded_keys_and_values(backend, gemma, monkeypatch):
+    def rounding(update):
+        def update_rounded(cache, *keys_and_values, **options):
+            return update(cache, *(each.to(torch.float8_e4m3fn).to(each.dtype) for each in keys_and_values[:2]), **options)
+
+        return update_rounded
+
+    path, reference = gemma
+    reference.generation_config.eos_token_id = None
+    unrounded = expect(reference, PROMPT, NEW_TOKENS)[1]
+    for kind in (DynamicLayer, DynamicSlidingWindowLayer):
+        monkeypatch.setattr(kind, "update", rounding(vars(kind)["update"]))
+    expected, logits = expect(reference, PROMPT, NEW_TOKENS)
+    assert (logits[0] - unrounded[0]).abs().max() > 0.1
+    model = load_decoder(path, backend=backend, dtype=torch.float32, kv_dtype="fp8")
+    tokens, ours = Driver(model).greedy(PROMPT, NEW_TOKENS)
+    assert tokens == expected
+    assert torch.allclose(ours, logits, rtol=0, atol=TOLERANCE)
+
+
+def test_the_factor_of_embeddings_is_rounded_to_the_dtype(tmp_path, backend):
+    reference = write_checkpoint(tmp_path, "gemma4_text").to(torch.bfloat16)
+    tokens = torch.arange(40)
+    rows = load_decoder(tmp_path, backend=backend, dtype=torch.bfloat16).embed(tokens)
+    assert torch.equal(rows, reference.get_input_embeddings()(tokens))
 
 
 def test_pages_have_the_heads_of_their_layer(backend, gemma):
