@@ -50,6 +50,12 @@ SANDWICHES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": False,
         "final_logit_softcapping": None,
     },
+    "gemma4_text-still": {  # no dimension of a full layer rotates
+        **_GEMMA4,
+        "model_type": "gemma4_text",
+        "rope_parameters": _GEMMA4["rope_parameters"]
+        | {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.0, "rope_theta": 1000.0}},
+    },
     "gemma4_unified_text": {**_GEMMA4, "num_global_key_value_heads": None, "attention_bias": True},
 }
 """Families whose layers norm their results."""

@@ -314,6 +314,8 @@ def _rope(hf: HfConfig, sections: tuple[int, ...], *, alternating: bool, partial
         optional["truncate"] = bool(parameters["truncate"])
     if kind == "longrope":
         optional |= {f"{name}_factors": tuple(parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
+    if parameters.get("partial_rotary_factor") is not None:
+        optional["rotated_share"] = float(parameters["partial_rotary_factor"])
     if parameters.get("llama_4_scaling_beta") is not None:
         optional["query_beta"] = float(parameters["llama_4_scaling_beta"])
     return RopeConfig(
@@ -323,7 +325,6 @@ def _rope(hf: HfConfig, sections: tuple[int, ...], *, alternating: bool, partial
         original_context=_original_context(hf),
         sections=tuple(parameters.get("mrope_section") or sections) if sections else (),
         interleaved=bool(sections) and alternating,
-        rotated_share=float(parameters.get("partial_rotary_factor") or 1.0),
         **optional,
     )
 

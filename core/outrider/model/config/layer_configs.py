@@ -33,11 +33,11 @@ _LATENT_ATTENTION = (
     "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
     "run through transformers here either"
 )
-_GROUPING = "its attention or its router differs from those that are done here"
+_DIFFERENT = "its attention or its router differs from those that are done here"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
-        **dict.fromkeys(RUN_THROUGH_TRANSFORMERS, _GROUPING),
+        **dict.fromkeys(RUN_THROUGH_TRANSFORMERS, _DIFFERENT),
         "qwen4_exp": "its layers aren't those of Qwen3.5, and they aren't done here",
     }
 )
@@ -115,6 +115,7 @@ def gemma4(hf: HfConfig) -> dict[str, Any]:
     _, head_size, kv_heads = min(sizes)
     rope = hf.rope_parameters["full_attention"]
     is_proportional = rope["rope_type"] == "proportional"
+    share = rope.get("partial_rotary_factor")
     return {
         "attention_bias": hf.attention_bias,
         "output_bias": hf.attention_bias,
@@ -128,7 +129,7 @@ def gemma4(hf: HfConfig) -> dict[str, Any]:
                 kind=rope["rope_type"],
                 theta=float(rope["rope_theta"]),
                 factor=float(rope.get("factor") or 1.0) if is_proportional else 1.0,
-                turning_share=float(rope.get("partial_rotary_factor") or 1.0) if is_proportional else 1.0,
+                turning_share=float(share) if is_proportional and share is not None else 1.0,
             ),
             values_are_keys=bool(hf.attention_k_eq_v),
             logit_cap=float(hf.final_logit_softcapping or 0.0),
