@@ -256,10 +256,10 @@ def _quantized_choices(model: LanguageModel, mode: QuantizedMode, directory: Pat
     products = quantized_products(model.weights)
     if not products:
         found = read_quantization(directory, mode=mode)
-        why = (
-            "" if found is None or found.stacks is None else f"the experts are {found.method}, for which there are no kernels"
-        )
-        return (Choice("quantized", "dequantize", f"{why}: they are plain now"),) if why else ()
+        if found is None or found.stacks is None:
+            return ()
+        why = f"the experts are {found.method}, for which there are no kernels: they are plain now"
+        return (Choice("quantized", "dequantize", why),)
     own = model.kernels.is_native("linear_quantized")
     ways = ", ".join(f"{label} in {count} weights" for label, count in sorted(products.items()))
     by = f"the kernels {model.kernels.name!r}" if own else "the torch reference, each weight made plain in each product"

@@ -33,8 +33,8 @@ from outrider.model.quantization.storages import PACKED
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
 """Format of heads of multi-token prediction by the prefix of their tensors' names."""
-_JOIN = "eh_proj."
-"""Beginning of the names of the projection in a head that is stored as one more layer."""
+_JOIN = ".eh_proj."
+"""What follows the layer in the name of the projection of a head that is stored as one more layer."""
 SINGLE_RANK = Shards()
 """A single rank that holds the whole model."""
 
@@ -82,15 +82,13 @@ def layer_targets(
     attention_width: int | None = None,
     attends: bool = True,
     mlp: bool = True,
-    is_full: bool = False,
     shards: Shards = SINGLE_RANK,
 ) -> list[Target]:
     """Return the weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
     ``config`` is the checkpoint's; ``shards`` are the slices that this rank reads. ``attention_width`` is the width of the
     attention's input, by default the hidden size. ``attention_norm`` is false for a layer without a norm before attention,
-    ``attends`` for a layer without attention, ``mlp`` for one without an MLP; ``is_full`` is true for a full layer of a
-    sandwich (:class:`~outrider.model.config.model_config.SandwichConfig`). A bias of a sum over ranks is read by the first
+    ``attends`` for a layer without attention, ``mlp`` for one without an MLP. A bias of a sum over ranks is read by the first
     of these ranks only.
     """
     projections = _projections(config, shards, attention_width or config.hidden_size)
@@ -111,12 +109,11 @@ def layer_targets(
         return Target(f"{name}.{field}", tuple(pieces))
 
     targets = [norm("mlp_norm", "post_attention_layernorm", config.hidden_size)]
-    parts = _QKV
     if config.sandwich is not None:
         targets = [norm(field, part, config.hidden_size) for field, part in _SANDWICH_NORMS]
         targets.append(Target(f"{name}.output_scale", (Piece(f"{prefix}.layer_scalar", (1,)),)))
-        if is_full and config.sandwich.values_are_keys:
-            parts = (*_QKV[:2], _QKV[1])
+    query, key, value = _QKV
+    parts = (query, key, key if config.values_are_keys else value)
     if attends:
         qkv = weight("qkv", *parts)
         targets.append(gated_queries(qkv, config, shards) if config.attention_gate else qkv)
@@ -197,9 +194,8 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     for index in range(config.num_layers):
         prefix, mixture = f"{stem}layers.{index}", config.has_experts(index)
         attends = index in config.attention_layers
-        is_full = config.sandwich is not None and index in config.sandwich.full_layers
-        options: dict[str, Any] = {"attends": attends, "mlp": not mixture, "is_full": is_full, "shards": shards}
-        targets += layer_targets(config.of_layer(index), prefix, f"layers.{index}", **options)
+        own = config.of_layer(index)
+        targets += layer_targets(own, prefix, f"layers.{index}", attends=attends, mlp=not mixture, shards=shards)
         if not attends:
             targets += recurrent_targets(config, prefix, f"layers.{index}", present, shards)
         if mixture:
@@ -234,13 +230,17 @@ def vision_name(key: str) -> str | None:
 def mtp_tensors(present: Iterable[str]) -> set[str]:
     """Return the names among ``present`` of the tensors of multi-token prediction heads."""
     names = list(present)
-    prefixes = (*MTP_PREFIXES, *{key.partition(_JOIN)[0] for key in names if _JOIN in key})
+    prefixes = (*MTP_PREFIXES, *(f"{layer}." for layer in _head_layers(names)))
     return {key for key in names if key.startswith(prefixes)}
 
 
 def mtp_layer(present: Iterable[str]) -> str | None:
-    """Return the prefix of the layer that a head of the format ``layer`` is stored as, without its dot, or None."""
-    return next((key.partition(f".{_JOIN}")[0] for key in sorted(present) if f".{_JOIN}" in key), None)
+    """Return the first layer that is a head of the format ``layer``, such as ``model.layers.46``, or None."""
+    return min(_head_layers(present), key=lambda name: (len(name), name), default=None)  # 9 before 10
+
+
+def _head_layers(present: Iterable[str]) -> set[str]:
+    return {key.partition(_JOIN)[0] for key in present if _JOIN in key}
 
 
 def mtp_depth(raw: Mapping[str, Any]) -> Any:

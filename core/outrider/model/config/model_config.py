@@ -251,6 +251,8 @@ class ModelConfig:
     """The mixture of experts that replaces MLPs, or None."""
     recurrent: RecurrentConfig | None = None
     """The layers with a recurrent state instead of attention, or None."""
+    values_are_keys: bool = False
+    """True for the config of a layer whose values are its keys before their norm: it has no projection of values."""
     sandwich: SandwichConfig | None = None
     """The full layers of a model whose layers norm their results, too; None for other models."""
     vision: VisionConfig | None = None
@@ -357,7 +359,13 @@ class ModelConfig:
         if self.sandwich is None or index not in self.sandwich.full_layers:
             return self
         full = self.sandwich
-        return replace(self, num_kv_heads=full.kv_heads, head_size=full.head_size, rope=full.rope)
+        return replace(
+            self,
+            num_kv_heads=full.kv_heads,
+            head_size=full.head_size,
+            values_are_keys=full.values_are_keys,
+            rope=full.rope,
+        )
 
     def attention_shapes(self, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
         """Return the attention shapes of the layers, without duplicates, for queries of ``dtype``."""
