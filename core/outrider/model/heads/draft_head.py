@@ -399,8 +399,8 @@ def find_mtp_format(files: CheckpointFiles) -> str:
     found = mtp_format(files.tensors)
     if found is None:
         raise CheckpointError(
-            f"{files.origin}: has no heads of multi-token prediction; expected tensors {' or '.join(MTP_PREFIXES)}*, "
-            "or a last layer with eh_proj; name a "
-            "checkpoint that has them as the draft (--draft), or choose another name for speculate"
+            f"{files.origin}: has no heads of multi-token prediction; expected tensors {' or '.join(MTP_PREFIXES)}* or a "
+            "last layer with eh_proj; name a checkpoint that has them as the draft (--draft), or choose another name for "
+            "speculate"
         )
     return found

@@ -39,7 +39,7 @@ class SandwichLayer:
         self._attention = attention_block(config, weights, window, single)
         self._mlp = mlp_block(config, weights, single)
         self.blocks = SandwichBlock("attention_block", self._attention), SandwichBlock("mlp_block", self._mlp)
-        assert weights.attention_output_norm is not None  # create_layers asks for this layer by them
+        assert weights.attention_output_norm is not None  # such a model's layers have both
         assert weights.mlp_output_norm is not None
         self._output_norms = weights.attention_output_norm, weights.mlp_output_norm
         self._output_scale = weights.output_scale
