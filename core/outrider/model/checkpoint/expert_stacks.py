@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from outrider.device.kernels.formats import FP4
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles, TensorFile, TensorSlice
 from outrider.model.config.model_config import ModelConfig
@@ -23,8 +24,6 @@ from outrider.model.quantization.storages import E8M0_NAN, PACKED, MicroscalingS
 STACKS = ("gate_up_proj", "down_proj")
 """Names of the two stacks of a layer's experts; with the suffix ``_bias``, of their biases."""
 _BIAS, _BLOCKS, _SCALES = "_bias", "_blocks", "_scales"
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the numbers of 4 bits in MXFP4; the highest bit is the sign."""
 _GROUP_BYTES = 16
 """Bytes of a group of 32 columns, which share a scale, in MXFP4."""
 
@@ -159,9 +158,8 @@ def _dequantized(files: CheckpointFiles, stem: str) -> Mapping[str, _ComputedSta
 
 def _pairs_of_bytes() -> Tensor:
     """Return the two numbers of each byte, that of the lower half first, in bfloat16 in one int32 [256]."""
-    numbers = torch.tensor(_E2M1, dtype=torch.bfloat16)
-    signed, byte = torch.cat((numbers, -numbers)), torch.arange(256)
-    return torch.stack((signed[byte % 16], signed[byte // 16]), dim=1).view(torch.int32).flatten()
+    every = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    return FP4.decode(every, 2, torch.bfloat16).view(torch.int32).flatten()
 
 
 def _transposed(files: CheckpointFiles, key: str) -> _ComputedStack:
