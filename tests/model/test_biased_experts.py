@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from model.test_decoder import PROMPT, agree, expect
+from model.test_decoder import PROMPT, agree, engines_agree, expect
 from model.test_mixtures import edited, nbytes, reshaped, without
 from outrider import Engine, SamplingParams
 from outrider.device import Capabilities, ConfigError, KernelSet, QuantizedWeight, WrappedKernels
@@ -215,16 +215,10 @@ def engines_tokens(engine, prompts):
 
 @pytest.mark.parametrize("speculate", ["none", "ngram", "suffix", "draft-model", "eagle3"])
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_engines_give_the_tokens_of_transformers(tmp_path, mxfp4, expected, device, speculate):
-    path, prompts = mxfp4[0], expected[0]
-    draft = {"draft-model": path, "eagle3": tmp_path}.get(speculate)
+def test_engines_give_the_tokens_of_transformers(tmp_path, mxfp4, device, speculate):
     if speculate == "eagle3":
         write_eagle3(tmp_path)
-    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16, draft_tokens=3)
-    engine = Engine.from_checkpoint(path, get_backend(device), draft_dir=draft, speculate=speculate, config=config)
-    assert engines_tokens(engine, prompts) == expected[1]
-    assert engines_tokens(engine, prompts) == expected[1]  # from the pages of the prefix cache
-    assert engine.stats.prefix_hits > 0
+    engine = engines_agree(*mxfp4, device, speculate, draft=tmp_path if speculate == "eagle3" else None)
     if speculate == "draft-model":
         assert engine.stats.acceptance_length > 3  # it drafts for itself, three tokens at a time
 

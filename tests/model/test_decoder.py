@@ -5,11 +5,13 @@ import torch
 import transformers
 
 from model.harness import Driver
+from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, KernelSet
 from outrider.model import EagleHead, RopeConfig, load_decoder
 from outrider.model.config.shapes import decoder_shape
 from outrider.registry import get_backend
 from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
 from tiny_checkpoints import FAMILIES, ROPES, rewrite, write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72, 12, 51, 3, 29, 88, 40, 7, 19, 66, 25, 31]
@@ -40,6 +42,21 @@ def agree(directory, backend, reference, *, chunk=None, tolerance=TOLERANCE):
     tokens, ours = driver.greedy(PROMPT, STEPS, chunk=chunk)
     assert tokens == expected
     assert torch.allclose(ours, logits, rtol=0, atol=tolerance), (ours - logits).abs().max()
+
+
+def engines_agree(path, reference, device, speculate, *, draft=None, new_tokens=20):
+    """Three requests give transformers' tokens, in prefill chunks and then from the prefix cache; return the engine."""
+    reference.generation_config.eos_token_id = None
+    prompts = [PROMPT * 2, [*PROMPT, 4, 4], [9, 2, 9, 2, 9, 2, 9, 2, 9]]
+    expected = [tuple(expect(reference, prompt, new_tokens)[0]) for prompt in prompts]
+    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16, draft_tokens=3)
+    draft = path if speculate == "draft-model" else draft
+    engine = Engine.from_checkpoint(path, get_backend(device), draft_dir=draft, speculate=speculate, config=config)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    for _ in range(2):  # the second time from the pages of the prefix cache
+        assert [result.token_ids for result in engine.generate(prompts, params)] == expected
+    assert engine.stats.prefix_hits > 0
+    return engine
 
 
 @pytest.mark.parametrize("shards", [1, 4])

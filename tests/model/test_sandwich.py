@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, state
-from model.test_decoder import PROMPT, TOLERANCE, Driver, agree, expect
+from model.test_decoder import PROMPT, TOLERANCE, Driver, agree, engines_agree, expect
 from model.test_mixtures import edited, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
@@ -66,17 +66,7 @@ def test_a_checkpoint_with_a_vision_tower_runs_on_text(tmp_path, backend, gemma,
 @pytest.mark.parametrize("speculate", ["none", "ngram", "suffix", "draft-model"])
 @pytest.mark.parametrize("device", ["cpu", "sim", "sim:like=npu", "sim:kernels=host-plans"])
 def test_engines_give_the_tokens_of_transformers(gemma, device, speculate):
-    path, reference = gemma
-    reference.generation_config.eos_token_id = None
-    prompts = [PROMPT * 2, [*PROMPT, 4, 4], [9, 2, 9, 2, 9, 2, 9, 2, 9]]
-    expected = [tuple(expect(reference, prompt, NEW_TOKENS)[0]) for prompt in prompts]
-    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16, draft_tokens=3)
-    draft = path if speculate == "draft-model" else None
-    engine = Engine.from_checkpoint(path, get_backend(device), draft_dir=draft, speculate=speculate, config=config)
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    for _ in range(2):  # the second time from the pages of the prefix cache
-        assert [result.token_ids for result in engine.generate(prompts, params)] == expected
-    assert engine.stats.prefix_hits > 0
+    engines_agree(*gemma, device, speculate)
 
 
 @pytest.mark.parametrize("changes", [{"mode": "fused"}, {"batch_invariant": True}, {"kv_dtype": "plain", "num_pages": 30}])

@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_layers import MtpLayer
 
 from model.harness import Driver
-from model.test_decoder import PROMPT, agree, expect
+from model.test_decoder import PROMPT, agree, engines_agree, expect
 from model.test_mixtures import edited, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
@@ -38,17 +38,7 @@ def test_chunks_of_a_prompt(backend, glm, chunk):
 @pytest.mark.parametrize("speculate", ["none", "ngram", "draft-model"])
 @pytest.mark.parametrize("device", ["cpu", "sim", "sim:like=npu"])
 def test_engines_give_the_tokens_of_transformers(glm, device, speculate):
-    path, reference = glm
-    reference.generation_config.eos_token_id = None
-    prompts = [PROMPT * 2, [*PROMPT, 4, 4], [9, 2, 9, 2, 9, 2, 9, 2, 9]]
-    expected = [tuple(expect(reference, prompt, NEW_TOKENS)[0]) for prompt in prompts]
-    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16, draft_tokens=3)
-    draft = path if speculate == "draft-model" else None
-    engine = Engine.from_checkpoint(path, get_backend(device), draft_dir=draft, speculate=speculate, config=config)
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    for _ in range(2):  # the second time from the pages of the prefix cache
-        assert [result.token_ids for result in engine.generate(prompts, params)] == expected
-    assert engine.stats.prefix_hits > 0
+    engines_agree(*glm, device, speculate)
 
 
 def test_invariant_kernels_give_the_tokens_of_transformers(glm):
