@@ -131,7 +131,7 @@ class GraphProgram:
         launch = Op(OperationKind.LAUNCH, f"launch {self.name}", cost=machine.like.kernel_us)
         if self.lanes == 1:
             ops = [self._issue(op, stream) for op in self._straight] if self._fresh else self._straight
-            machine.launch(ops, stream, launch)
+            machine.enqueue(launch, stream, ops)
         else:
             self._replay_lanes(machine, stream, launch)
 
@@ -158,7 +158,7 @@ class GraphProgram:
             queue.base_seq = machine.scheduler.seq
             queue.queue.extend(ops)
             queue.issued += len(ops)
-        machine.launch(lanes[0], stream, launch)
+        machine.enqueue(launch, stream, lanes[0])
 
     def _issue(self, op: Op, stream: StreamQueue) -> Op:
         if op.kind >= OperationKind.COLLECTIVE_START:

@@ -217,8 +217,11 @@ class StreamMachine:
 
     # -- enqueueing -------------------------------------------------------------------------------------------------
 
-    def enqueue(self, op: Op, stream: StreamQueue) -> None:
-        """Queue `op`, or add it to the capture that is open on `stream`. Raises `DeviceLost` after a sticky fault."""
+    def enqueue(self, op: Op, stream: StreamQueue, launched: Sequence[Op] = ()) -> None:
+        """Queue `op`, or add it to the capture that is open on `stream`. Raises `DeviceLost` after a sticky fault.
+
+        `launched` are the operations of a graph whose launch `op` is: they follow it without a point between them.
+        """
         if self.lost is not None:
             raise self.new_lost_error()
         if stream.capture is not None:
@@ -239,24 +242,13 @@ class StreamMachine:
             make_endless(op)
         me.clock = op.host_time = me.clock + self.like.launch_us
         stream.queue.append(op)
+        stream.queue.extend(launched)
         index = stream.issued
-        stream.issued = index + 1
+        stream.issued = index + 1 + len(launched)
         if self.tap is not None:
             self.tap.launched(op, stream, index)
         if self.eager:
-            self.scheduler.run_all(stream)
-
-    def launch(self, ops: Sequence[Op], stream: StreamQueue, op: Op) -> None:
-        """Queue `op` (a graph launch) and the graph's operations after it, as one enqueue."""
-        eager, self.eager = self.eager, False
-        try:
-            self.enqueue(op, stream)
-            stream.queue.extend(ops)
-            stream.issued += len(ops)
-        finally:
-            self.eager = eager
-        if eager:
-            self.scheduler.run_all(None)
+            self.scheduler.run_all(None if launched else stream)
 
     def record(self, event: EventState, stream: StreamQueue) -> EventGeneration:
         """Enqueue a record of `event` on `stream`; the returned generation is complete when the record has run."""
