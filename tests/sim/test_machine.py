@@ -17,6 +17,7 @@ from outrider.device import (
     DeviceLost,
     StreamOrderError,
 )
+from outrider_conformance.lab import THREADS, call_at_once
 from outrider_sim.backend import register_device
 from outrider_sim.exploration import explore
 from outrider_sim.plugin import backend_info, create_backend
@@ -158,6 +159,36 @@ def test_a_new_thread_begins_on_the_default_stream(sim):
         thread.start()
         thread.join()
     assert seen == ["default"]
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "random"}])
+def test_threads_that_replay_graphs_at_once_read_their_own_results(sim, options):
+    """Threads that the scheduler did not start share one actor, but each waits for its own stream."""
+    backend = sim(**options)
+    graphs = []
+    for number in range(THREADS):
+        stream = backend.create_stream(f"s{number}")
+        with backend.on(stream):
+            x, y = torch.zeros(1, device=backend.device), torch.zeros(1, device=backend.device)
+
+        def triple(context):
+            context.outputs["y"].copy_(context.inputs["x"] * 3)
+
+        graphs.append((stream, backend.capture("triple", triple, stream=stream, inputs={"x": x}, outputs={"y": y})))
+
+    def body(number):
+        stream, graph = graphs[number]
+        for turn in range(20):
+            with backend.on(stream):
+                graph.inputs["x"].fill_(turn)
+            graph.replay(stream)
+            read = backend.empty_pinned("read", (1,), torch.float32).tensor
+            with backend.on(stream):
+                read.copy_(graph.outputs["y"], non_blocking=True)
+            stream.synchronize()
+            assert read.item() == 3 * turn
+
+    call_at_once(body)
 
 
 def test_a_thread_that_fails_reports_and_the_next_run_is_clean(sim):

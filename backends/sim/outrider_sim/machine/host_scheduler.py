@@ -179,11 +179,13 @@ class HostScheduler:
         machine: StreamMachine | None = None,
     ) -> None:
         """Run picked steps until the strategy picks `me`, a candidate once `ready` holds or `machine` is lost."""
-        me.action, me.ready, me.machine = action, ready, machine
-        me.waits_for = what
+
+        def wait() -> None:
+            me.action, me.ready, me.machine, me.waits_for = action, ready, machine, what
+
         try:
             with self.operation_scope():
-                self._take_turns(me)
+                self._take_turns(me, wait)
         except BaseException as error:
             # Every thread must end when one fails: the scheduler picks none of them again.
             self.diverged = self.diverged or error
@@ -215,9 +217,10 @@ class HostScheduler:
             went_on: Callable[[], bool] = lambda: sum(t.step for t in self.threads if t is not me) > steps  # noqa: E731
             self.turns(me, Action("query"), went_on, "another thread")
 
-    def _take_turns(self, me: HostThread) -> None:
+    def _take_turns(self, me: HostThread, wait: Callable[[], None]) -> None:
         while True:
             with self.lock:
+                wait()  # for each pick: unregistered threads share one actor
                 candidates = self._candidates()
                 if not candidates:
                     if self.exchange is not None and self.exchange.give_up_waiting():
