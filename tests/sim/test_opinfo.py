@@ -11,7 +11,8 @@ import opinfo_run
 from opinfo_exceptions import DIFFERENT, SHAPES_ONLY
 
 SAMPLE = (
-    "add", "addmm", "argmax", "cat", "cumsum", "gather", "index_put", "linalg.det", "linalg.matrix_rank", "matmul",
+    "add", "addmm", "argmax", "cat", "cumsum", "gather", "index_put", "linalg.det", "linalg.ldl_solve",
+    "linalg.matrix_rank", "matmul",
     "nn.functional.batch_norm", "nn.functional.binary_cross_entropy", "nn.functional.conv2d", "nn.functional.embedding_bag",
     "nn.functional.layer_norm", "softmax", "sort", "std_mean", "to_sparse", "unique", "where",
 )  # fmt: skip

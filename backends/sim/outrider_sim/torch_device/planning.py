@@ -218,6 +218,8 @@ class _Sketch:
     def _draw(self, make: Callable[[Meta], Tensor], device: torch.device, name: str, value: Any) -> Any:
         if isinstance(value, SimTensor):
             made = make(value._meta)
+            if name.endswith("pivots"):  # LAPACK counts rows from 1, and swaps them without a check
+                made.fill_(1)
             self.operands.append(value._meta)
             if name in self._info.writes:
                 self.written.append((name, made, value._meta))
