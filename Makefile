@@ -50,7 +50,7 @@ test-tools: $(VENV)/.ready
 	$(PYTEST) -m "not slow and not soak" $(addprefix tests/,conformance foreign proof sanitizer trace)
 
 test-slow: $(VENV)/.ready $(VENV)/.smollm2-ready
-	$(TIMED) --limit-s 3600 -- $(PYTEST) -m "slow and not soak" --durations=20
+	$(TIMED) --limit-s 7200 -- $(PYTEST) -m "slow and not soak" --durations=20
 
 # Kernels are compiled for the device. One process, so that times are measured on a device that does nothing else.
 test-device: $(VENV)/.ready
