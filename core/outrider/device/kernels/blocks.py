@@ -103,7 +103,7 @@ class ExpertsBlock:
     renormalize: bool
     """True if the weights of a token's experts are scaled to sum 1, as in ``KernelSet.route``."""
     sigmoid: SigmoidRouting | None = None
-    """The choice of experts by sigmoids instead of a softmax."""
+    """The choice of experts by corrected scores; None for a choice by a softmax alone."""
     held: tuple[int, int] | None = None
     """First and last (exclusive) expert of this rank, if ranks divide the experts; E is their number in the stacks below."""
     gate_up: Weight

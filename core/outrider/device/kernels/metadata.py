@@ -195,17 +195,21 @@ class ExpertBiases(NamedTuple):
 
 
 class SigmoidRouting(NamedTuple):
-    """The choice of experts by sigmoids of their logits, as in DeepSeek-V3.
+    """The choice of experts by corrected scores: sigmoids of their logits, as in DeepSeek-V3, or their ``softmax``.
 
-    ``correction`` float32 [E] is added to the sigmoids for the choice alone. Experts are chosen from the ``chosen_groups`` of
+    ``correction`` float32 [E] is added to the scores for the choice alone. Experts are chosen from the ``chosen_groups`` of
     ``groups`` equal, consecutive groups whose two best experts have the largest sum; lower groups first among equals. The
-    weights are the sigmoids times ``factor``.
+    weights are the scores times ``factor``. Normalized weights are divided by their sum plus ``epsilon``, and at least by
+    ``minimum``.
     """
 
     correction: Tensor
     groups: int = 1
     chosen_groups: int = 1
     factor: float = 1.0
+    epsilon: float = 1e-20
+    minimum: float = 0.0
+    softmax: bool = False
 
 
 class RequestRows(NamedTuple):

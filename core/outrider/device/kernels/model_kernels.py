@@ -150,9 +150,8 @@ class ModelKernels(BookkeepingKernels):
         experts. A returned expert is counted from the first held one; of an expert that isn't held, expert and weight are -1
         and 0.
 
-        ``sigmoid`` replaces the softmax by a :class:`SigmoidRouting`, whose weights are scaled by its factor after
-        ``renormalize`` divides them by their sum plus 1e-20. Only kernels whose ``optional_operands`` list
-        ``sigmoid_routing`` get it.
+        ``sigmoid`` corrects the scores for the selection, see :class:`SigmoidRouting`. Only kernels whose
+        ``optional_operands`` list ``sigmoid_routing`` get it.
         """
         first, last = held or (0, logits.shape[1])
         return torch.ops.outrider.route(logits, count, renormalize, first, last, *(sigmoid or ()))  # type: ignore[no-any-return]  # torch.ops has no types

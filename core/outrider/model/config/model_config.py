@@ -50,11 +50,14 @@ class SandwichConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SigmoidRouterConfig:
-    """A router with sigmoids, whose experts are in equal groups: see :class:`~outrider.device.SigmoidRouting`."""
+    """A router that corrects scores for the choice of experts: the fields of :class:`~outrider.device.SigmoidRouting`."""
 
     groups: int = 1
     chosen_groups: int = 1
     factor: float = 1.0
+    epsilon: float = 1e-20
+    minimum: float = 0.0
+    softmax: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,7 @@ class ExpertsConfig:
     biases: ClampedActivation | None = None
     """The activation of experts with biases, whose router has a bias, too. None for experts without biases."""
     sigmoid: SigmoidRouterConfig | None = None
-    """The router's sigmoids, whose shared expert has no gate. None for a router with a softmax."""
+    """A router with a correction, next to a shared expert without a gate. None for a router with a softmax alone."""
 
     def __post_init__(self) -> None:
         if min(self.count, self.per_token, self.intermediate_size) < 1 or self.shared_size < 0:

@@ -5,7 +5,7 @@ Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class LayerWeights:
     router_bias: Tensor | None = None
     """Bias [E] of ``router``; None for models without it."""
     router_correction: Tensor | None = None
-    """Correction [E] of a router with sigmoids, float32 or wider; None for other routers."""
+    """Correction [E] or [1, E] of the router's scores, float32 or wider; None for routers without it."""
     shared_gate_up: Weight | None = None
     """Gate and up projections [2 Is, H] of a shared expert with intermediate size Is; None without one."""
     shared_down: Weight | None = None
@@ -212,8 +212,7 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
         biases = ExpertBiases(weights.gate_up_bias, down_bias, experts.biases)
     sigmoid = None
     if experts.sigmoid is not None and weights.router_correction is not None:
-        form = experts.sigmoid
-        sigmoid = SigmoidRouting(weights.router_correction, form.groups, form.chosen_groups, form.factor)
+        sigmoid = SigmoidRouting(weights.router_correction.flatten(), **asdict(experts.sigmoid))
     return ExpertsBlock(
         norm=weights.mlp_norm,
         eps=config.rms_eps,
