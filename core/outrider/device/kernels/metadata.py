@@ -166,12 +166,19 @@ class RotaryArgs(NamedTuple):
 class HeadNorms(NamedTuple):
     """The norms of queries and keys per head, before the rotation.
 
-    ``queries`` and ``keys`` [D] are weights of :meth:`KernelSet.rms_norm`; ``eps`` is its epsilon.
+    ``queries`` and ``keys`` [D] are weights of :meth:`KernelSet.rms_norm`; ``eps`` is its epsilon. ``joint``: all heads of a
+    token are normalised as one row, with weights [Hq D] and [Hkv D].
     """
 
     queries: Tensor
     keys: Tensor
     eps: float
+    joint: bool = False
+
+    def normalize(self, rms_norm: Callable[[Tensor, Tensor, float], Tensor], heads: Tensor, weight: Tensor) -> Tensor:
+        """Return the queries or keys ``heads`` [T, Hq or Hkv, D], normalised by ``rms_norm`` with ``weight``."""
+        rows = heads.flatten(1) if self.joint else heads
+        return rms_norm(rows, weight, self.eps).view(heads.shape)
 
 
 class ClampedActivation(NamedTuple):

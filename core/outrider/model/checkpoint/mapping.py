@@ -131,7 +131,9 @@ def layer_targets(
     if config.mlp_bias and shards.mlp.rank == 0:
         targets.append(bias("down_bias", _DOWN))
     if config.qk_norm and attends:
-        targets += [norm(f"{part}_norm", f"self_attn.{part}_norm", config.head_size) for part in "qk"]
+        counts = (config.num_heads, config.num_kv_heads) if config.joint_qk_norm else (1, 1)
+        sizes = zip("qk", counts, strict=True)
+        targets += [norm(f"{part}_norm", f"self_attn.{part}_norm", count * config.head_size) for part, count in sizes]
     if config.attention_sinks and attends:
         first, last = shards.heads(config)
         own = None if last - first == config.num_heads else TensorSlice(0, first, last)

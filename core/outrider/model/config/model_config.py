@@ -242,6 +242,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """True if each head of q and k is normalized before the rotary embedding."""
+    joint_qk_norm: bool = False
+    """True if that norm is one of all heads of q, and of all heads of k."""
     attention_gate: bool = False
     """True if the attention output is multiplied by the sigmoid of a gate, whose rows follow each head's in ``q_proj``."""
     attention_sinks: bool = False
@@ -338,6 +340,7 @@ class ModelConfig:
         needed = {
             "attention_sinks": self.attention_sinks,
             "expert_biases": experts is not None and experts.biases is not None,
+            "joint_head_norms": self.joint_qk_norm,
             "sigmoid_routing": self.routes_by_sigmoids,
         }
         missing = [name for name, is_needed in needed.items() if is_needed and name not in kernels.optional_operands]

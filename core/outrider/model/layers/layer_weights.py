@@ -81,9 +81,9 @@ class LayerWeights:
     down_bias: Tensor | None = None
     """Bias of ``down``: [H], or [E, H] for experts. None for models without it, and for ranks that don't add it."""
     q_norm: Tensor | None = None
-    """Norm weight [D] of each query head; None for models without it."""
+    """Norm weight [D] of each query head, or [Hq D] of all; None for models without it."""
     k_norm: Tensor | None = None
-    """Norm weight [D] of each key head; None for models without it."""
+    """Norm weight [D] of each key head, or [Hkv D] of all; None for models without it."""
     router: Weight | None = None
     """Product [E, H] for the logits by which tokens are routed to experts; None without experts."""
     router_bias: Tensor | None = None
@@ -126,7 +126,7 @@ def attention_block(config: ModelConfig, weights: LayerWeights, window: int, ran
     """Return the attention block of a layer; ``config`` has the number of heads of this rank."""
     norms = None
     if weights.q_norm is not None and weights.k_norm is not None:
-        norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
+        norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps, config.joint_qk_norm)
     return AttentionBlock(
         norm=weights.attention_norm,
         eps=config.rms_eps,
