@@ -59,7 +59,9 @@ def wanted(mixture, state, tmp_path):
 
 
 CASES = [*(("qwen3_moe", name) for name in WRITERS), ("qwen2_moe", "fp8 per channel"), ("qwen2_moe", "int4")]
-CASES += [("glm4_moe", "fp8 blocks"), ("glm4_moe", "hugging face's fp8")]
+CASES += [("glm4_moe", "fp8 blocks"), ("glm4_moe", "hugging face's fp8"), ("minimax_m2", "hugging face's fp8")]
+CASES += [("minimax_m2", "fp8 blocks"), ("hy_v3", "fp8 blocks"), ("hy_v3", "int4")]
+CASES += [("ernie4_5_moe", name) for name in WRITERS]  # which reads the rows of queries and keys in another order
 
 
 @pytest.mark.sample(4)
