@@ -127,7 +127,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "head_dim": 16,
         "router_scaling_factor": 1.5,
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
     "hy_v3-biases": {
         "model_type": "hy_v3",
