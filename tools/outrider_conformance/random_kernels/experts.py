@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ _MIN_LOGIT_GAP = 0.25
 _MIN_SCORE_GAP = 4e-6
 """Minimum gap between the scores of two experts, or of two groups, so that float32 tells them apart."""
 _MAX_DRAWS = 1000
-_SCORINGS: tuple[dict[str, float | bool], ...] = (
+_SCORINGS: tuple[dict[str, Any], ...] = (
     {"factor": 2.5},
     {"factor": 2.5, "epsilon": 0.25},
     {"factor": 0.5, "epsilon": 0.125, "minimum": 0.5, "softmax": True},
@@ -266,7 +267,7 @@ _ROUTE = KernelProblems(
 )
 _CORRECTED_ROUTE = replace(
     _ROUTE.with_operand("sigmoid_routing", _route_by_sigmoids),
-    dimensions=_ROUTE.dimensions | {"scoring": between(0, len(_SCORINGS) - 1)},
+    dimensions={**_ROUTE.dimensions, "scoring": between(0, len(_SCORINGS) - 1)},
     corners=[{**corner, "scoring": number % len(_SCORINGS)} for number, corner in enumerate(_ROUTE.corners)],
 )
 EXPERTS = (
