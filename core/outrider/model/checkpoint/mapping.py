@@ -102,9 +102,10 @@ def layer_targets(
         return Target(f"{name}.{field}", (Piece(f"{prefix}.{part}.weight", (size,)),))
 
     def weight(field: str, *parts: str) -> Target:
-        keys = ((part, f"{prefix}.{part}.weight") for part in parts)
-        pieces = (Piece(key, *projections[part], paired=paired.get(part, 0)) for part, key in keys)
-        return Target(f"{name}.{field}", tuple(pieces))
+        return Target(
+            f"{name}.{field}",
+            tuple(Piece(f"{prefix}.{part}.weight", *projections[part], paired=paired.get(part, 0)) for part in parts),
+        )
 
     def bias(field: str, *parts: str) -> Target:
         """Return a bias, which is sliced like the rows of its projections."""
