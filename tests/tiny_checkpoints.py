@@ -25,6 +25,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen2-sliding": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
+    "ernie4_5-biases": {"model_type": "ernie4_5", "head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
     "qwen3-biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
 }
 
@@ -112,6 +114,43 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "minimax_m2": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "head_dim": 16,
+        "rotary_dim": 8,
+    },
+    "hy_v3": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "router_scaling_factor": 1.5,
+    },
+    "hy_v3-biases": {
+        "model_type": "hy_v3",
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "attention_bias": True,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
+    "ernie4_5_moe-steps": {
+        "model_type": "ernie4_5_moe",
+        "num_hidden_layers": 5,
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 0,
+        "moe_layer_interval": 2,
+        "moe_layer_start_index": 2,
+        "moe_norm_min": 0.5,  # so that the sum of a token's weights is often below it
+        "tie_word_embeddings": False,
+    },
     "dots1": {**_GROUPED, "n_shared_experts": 1, "head_dim": 16, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
     "qwen2_moe-sliding": {
         "model_type": "qwen2_moe",
@@ -194,7 +233,7 @@ def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed:
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("norm.weight", ".bias", "proj_bias")):  # ones and zeros would hide a mistake
             torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)
-    for buffer_name, buffer in model.named_buffers():
+    for buffer_name, buffer in (*model.named_buffers(), *model.named_parameters()):
         if buffer_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.3)
         if buffer_name.endswith("layer_scalar"):

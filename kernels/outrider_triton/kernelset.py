@@ -299,9 +299,15 @@ class TritonKernels(FusedBlocks):
         head.
         """
         supported = has_kernel(qkv) and rotates(rotary, qkv, partly=True) and qkv.stride(1) == 1
-        if norms is None or not supported or not has_kernel(*norms[:2]) or norms.queries.dtype is not norms.keys.dtype:
+        if (
+            norms is None
+            or norms.joint
+            or not supported
+            or not has_kernel(*norms[:2])
+            or norms.queries.dtype is not norms.keys.dtype
+        ):
             return super().head_norm_rope_write_cache(qkv, norms, rotary)
-        queries: Tensor = _TRITON.rope_write_cache.triton_parts(qkv, None, *rotary, qkv.dtype, self.pdl, *norms)
+        queries: Tensor = _TRITON.rope_write_cache.triton_parts(qkv, None, *rotary, qkv.dtype, self.pdl, *norms[:3])
         return queries
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

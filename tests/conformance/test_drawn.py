@@ -139,6 +139,9 @@ class Careless(KernelSet):
             "one group more": {"chosen_groups": min(sigmoid.groups, sigmoid.chosen_groups + 1)},
             "no factor": {"factor": 1.0},
             "no correction": {"correction": sigmoid.correction * 0},
+            "no epsilon": {"epsilon": 0.0},
+            "no minimum": {"minimum": 0.0},
+            "sigmoids for a softmax": {"softmax": False},
         }
         given = sigmoid._replace(**ignored.get(self.fault, {}))
         weights, chosen = super().route(logits, count, renormalize=renormalize, sigmoid=given)
@@ -185,6 +188,11 @@ class Careless(KernelSet):
                 "corrected weights",
                 "the factor twice",
             )
+        ),
+        ("route, sigmoid_routing", "no epsilon", {"flag": 1, "experts": 8, "scoring": 1}),
+        *(
+            ("route, sigmoid_routing", fault, {"flag": 1, "experts": 8, "scoring": 2})
+            for fault in ("no epsilon", "no minimum", "no factor", "no correction", "sigmoids for a softmax")
         ),
         ("experts", "up first", {"flag": 0}),
         ("experts", "one expert fewer", {"flag": 0}),
@@ -539,6 +547,44 @@ def test_wrong_norms_of_heads_are_told(fault, dtype):
         check_kernels(right, made)
     with pytest.raises(AssertionError):
         check_kernels(NormedHeads(fault), made)
+
+
+class JointNorms(KernelSet):
+    """Norms of all heads of a token as one row, wrong in one way each. None: right."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def head_norm_rope_write_cache(self, qkv, norms, rotary):
+        if self.fault == "keys by the weights of the next head":
+            norms = norms._replace(keys=norms.keys.roll(rotary.k_cache.shape[3]))
+        if self.fault == "queries by the mean of all keys and queries":
+            q, k, _ = rotary.split(qkv)
+            shares = (each.double().square().mean((1, 2)) + norms.eps for each in (torch.cat((q, k), 1), q))
+            factor = next(shares).rsqrt() * next(shares).sqrt()
+            return super().head_norm_rope_write_cache(qkv, norms, rotary) * factor.view(-1, 1, 1).to(qkv.dtype)
+        if self.fault == "each head alone":
+            qkv = qkv.clone()
+            for heads, weight in zip(rotary.split(qkv)[:2], norms[:2], strict=True):
+                if heads.shape[1]:
+                    heads.copy_(
+                        self.rms_norm(heads, torch.ones_like(weight[: heads.shape[2]]), norms.eps) * weight.view_as(heads[0])
+                    )
+            norms = None
+        return super().head_norm_rope_write_cache(qkv, norms, rotary)
+
+
+@pytest.mark.parametrize("kernel", ["head_norm_rope_write_cache", "attention_block"])
+@pytest.mark.parametrize(
+    "fault",
+    ["keys by the weights of the next head", "queries by the mean of all keys and queries", "each head alone"],
+)
+def test_wrong_norms_of_all_heads_are_told(kernel, fault):
+    made = small(f"{kernel}, joint_head_norms")
+    for right in (KernelSet(), JointNorms(None)):
+        check_kernels(right, made)
+    with pytest.raises(AssertionError):
+        check_kernels(JointNorms(fault), made)
 
 
 class WrongEpsilon(KernelSet):

@@ -225,6 +225,8 @@ OF_RULE = {"D": 128, "E": 128, "BLOCK_D": 128, "BLOCK_E": 128}
 OF_WINDOW, NO_WINDOW = {"pending": LONG}, {"pending": None, "TOKENS": 0}
 NORM = {"bias": None, "PARTS": 2, "BLOCK": 4096}
 # What a name means depends on the kernel for a few of them.
+ROUTED = {"weights": WIDE, "chosen": LONG, "first": "i32", "last": "i32"}
+ROUTED |= dict.fromkeys(("factor", "epsilon", "minimum"), "fp32")
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
     (rows.add_gated, {}, {"BLOCK": 2048}),
@@ -315,21 +317,17 @@ KERNELS = [
     (token_choice.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
     (
         experts.route,
-        {"weights": WIDE, "chosen": LONG, "first": "i32", "last": "i32", "factor": "fp32"},
-        {"correction": None, "GROUPS": 1, "CHOSEN_GROUPS": 1, "RENORMALIZE": True, "COUNT": 8, "BLOCK": 128},
+        ROUTED,
+        {"correction": None, "SOFTMAX": True, "GROUPS": 1, "CHOSEN_GROUPS": 1, "RENORMALIZE": True, "COUNT": 8, "BLOCK": 128},
     ),
-    (
-        experts.route,
-        {
-            "logits": WIDE,
-            "correction": WIDE,
-            "weights": WIDE,
-            "chosen": LONG,
-            "first": "i32",
-            "last": "i32",
-            "factor": "fp32",
-        },
-        {"GROUPS": 8, "CHOSEN_GROUPS": 4, "RENORMALIZE": True, "COUNT": 8, "BLOCK": 256},
+    *(
+        (
+            experts.route,
+            {**ROUTED, "logits": WIDE, "correction": WIDE},
+            {"SOFTMAX": groups == 1, "GROUPS": groups, "CHOSEN_GROUPS": chosen}
+            | {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 256},
+        )
+        for groups, chosen in ((8, 4), (1, 1))
     ),
     (
         experts.lay_out_pairs,

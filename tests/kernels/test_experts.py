@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+from conformance.small_problems import small
 from drawing import some_and_many
 from kernels.devices import DEVICES
 from outrider.device import KernelSet
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.model.quantization.loading import to_device
+from outrider_conformance.random_kernels.kernels import check_kernels
 from outrider_triton.blocks import DeferredExperts
 from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, placed_pairs, sorted_pairs, sum_expert_rows
 from outrider_triton.kernelset import TritonKernels
@@ -55,6 +57,19 @@ def test_experts(size, alike, kernels, device):
     right = REFERENCE.experts(x.double(), weights.double(), names, gate_up.double(), down.double())
     assert made.dtype is torch.float16
     assert bool(((made.cpu().double() - right).abs() <= 4e-3 * (1 + right.abs())).all())
+
+
+@pytest.mark.parametrize("flag", [0, 1], ids=["scores", "normalized"])
+@pytest.mark.parametrize("scoring", [0, 1, 2])
+def test_the_kits_problems_of_corrected_routers(scoring, flag, kernels, device):
+    shape = {"experts": 60, "chosen": 4, "flag": flag, "scoring": scoring}
+    check_kernels(kernels, small("route, sigmoid_routing", torch.float16, **shape), device)
+
+
+@pytest.mark.parametrize("kernel", ["head_norm_rope_write_cache", "attention_block"])
+@pytest.mark.parametrize("changes", [{}, {"partial": 1}, {"wide_norm": 1, "heads": 3, "head_scales": 1}])
+def test_the_kits_problems_of_norms_of_all_heads(kernel, changes, kernels, device):
+    check_kernels(kernels, small(f"{kernel}, joint_head_norms", torch.float16, **changes), device)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_config_that_cannot_be(tmp_path, backend, mixtral, config, told):
         load_decoder(tmp_path, backend=backend, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("family", "told"), [("deepseek_v3", "MLA"), ("minimax_m2", "attention or its router")])
+@pytest.mark.parametrize(("family", "told"), [("deepseek_v3", "MLA"), ("exaone_moe", "attention or its router")])
 def test_families_that_are_refused_say_why(tmp_path, family, told):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(CheckpointError, match=rf"model_type is '{family}', which isn't supported: .*{told}"):

@@ -9,6 +9,7 @@ import pytest
 from outrider.errors import CheckpointError
 from outrider.model import RopeConfig
 from outrider.model.config.checkpoint_config import read_model_config
+from outrider.model.config.model_config import SigmoidRouterConfig
 from outrider.model.config.shapes import SHAPES
 from tiny_checkpoints import tiny_config
 
@@ -68,6 +69,34 @@ def test_gpt_oss(tmp_path):
     assert config.experts.biases == (7.0, 1.702)
     assert (config.rope.kind, config.rope.factor, config.rope.theta, config.rope.truncate) == ("yarn", 32.0, 150000.0, False)
     assert replace(config, eos_token_ids=(), bos_token_id=None) == SHAPES["gpt-oss-20b"]
+
+
+def test_minimax_m2(tmp_path):
+    config = read(tmp_path, PUBLISHED["minimax-m2"])
+    assert (config.qk_norm, config.joint_qk_norm, config.rope.rotated_size(config.head_size)) == (True, True, 64)
+    assert config.rope.theta == 5000000.0
+    experts = config.experts
+    assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (256, 8, 1536, 0)
+    assert experts.dense_layers == ()
+    assert experts.sigmoid == SigmoidRouterConfig(epsilon=0.0)
+
+
+def test_hunyuan_3(tmp_path):
+    config = read(tmp_path, PUBLISHED["hy3-preview"])
+    assert (config.num_layers, config.qk_norm, config.joint_qk_norm, config.rope.theta) == (80, True, False, 11158840.0)
+    experts = config.experts
+    assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (192, 8, 1536, 1536)
+    assert experts.dense_layers == (0,)
+    assert experts.sigmoid == SigmoidRouterConfig(factor=2.826)
+
+
+def test_ernie_45(tmp_path):
+    config = read(tmp_path, PUBLISHED["ernie-4.5-21b-a3b"])
+    assert (config.head_size, config.tie_embeddings, config.attention_bias, config.rope.theta) == (128, True, False, 500000.0)
+    experts = config.experts
+    assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (64, 6, 1536, 3072)
+    assert experts.dense_layers == (0,)
+    assert experts.sigmoid == SigmoidRouterConfig(epsilon=0.0, minimum=1e-12, softmax=True)
 
 
 def test_qwen_25_yarn(tmp_path):

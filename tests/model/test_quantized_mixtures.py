@@ -25,7 +25,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "initializer_range": 0.1,
 }
-WRITERS = {
+FORMATS = {
     "fp8 per channel": lambda source, out: write_compressed(source, out, "fp8-channel-dynamic"),
     "fp8 blocks": lambda source, out: write_compressed(source, out, "fp8-block"),
     "hugging face's fp8": write_fp8,
@@ -33,6 +33,8 @@ WRITERS = {
     "int4": lambda source, out: write_compressed(source, out, "int4-g128"),
     "int4 with zeros": lambda source, out: write_compressed(source, out, "int4-g32-asymmetric"),
 }
+LEFT_OUT = ("lm_head", "gate", "e_score_correction_bias")
+WRITERS = FORMATS | {"MiniMax's fp8": lambda source, out: write_fp8(source, out, skip=LEFT_OUT)}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +60,10 @@ def wanted(mixture, state, tmp_path):
         return model(torch.tensor([PROMPT])).logits[0]
 
 
-CASES = [*(("qwen3_moe", name) for name in WRITERS), ("qwen2_moe", "fp8 per channel"), ("qwen2_moe", "int4")]
-CASES += [("glm4_moe", "fp8 blocks"), ("glm4_moe", "hugging face's fp8")]
+CASES = [*(("qwen3_moe", name) for name in FORMATS), ("qwen2_moe", "fp8 per channel"), ("qwen2_moe", "int4")]
+CASES += [("glm4_moe", "fp8 blocks"), ("glm4_moe", "hugging face's fp8"), ("minimax_m2", "MiniMax's fp8")]
+CASES += [("minimax_m2", "fp8 blocks"), ("hy_v3", "fp8 blocks"), ("hy_v3", "int4")]
+CASES += [("ernie4_5_moe", name) for name in FORMATS]  # which reads the rows of queries and keys in another order
 
 
 @pytest.mark.sample(4)

@@ -1,4 +1,7 @@
-"""Routers with sigmoids and groups of experts (GLM-4.5, dots.llm1): engines, formats, draft heads beside them, refusals."""
+"""Routers with sigmoids and groups of experts (GLM-4.5, dots.llm1): engines, formats, draft heads beside them, refusals.
+
+The head of Hunyuan 3, too, which is stored as GLM's with other names.
+"""
 
 import re
 
@@ -60,10 +63,19 @@ def test_the_router_is_as_wide_as_its_correction(backend, glm):
 
 
 HEAD = "model.layers.3"
+NAMES = {"post_norm": "shared_head.norm"}
+HUNYUAN_NAMES = {
+    "post_norm": "final_layernorm",
+    "mlp.gate.weight": "mlp.router.gate.weight",
+    "mlp.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.shared_experts": "mlp.shared_mlp",
+}
 
 
-def with_head(source, target, model, **config):
-    """The checkpoint with a head of multi-token prediction as one more layer, as published. Returns transformers' layer."""
+def with_head(source, target, model, *, names=NAMES, **config):
+    """The checkpoint with a head of multi-token prediction as one more layer, as published. Returns transformers' layer.
+    ``names``: the published one for each part of a name in transformers.
+    """
     norm = type(model.model.norm)
     torch.manual_seed(5)
     head = MtpLayer(model.config, type(model.model.layers[1]), norm, 1)
@@ -71,7 +83,9 @@ def with_head(source, target, model, **config):
         torch.nn.init.normal_(tensor, 1.0 if "norm" in name else 0.0, 0.3)
     stored = {}
     for name, tensor in head.state_dict().items():
-        place = name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        place = name.replace("mtp_block.", "")
+        for own, published in names.items():
+            place = place.replace(own, published)
         if "experts." in name and tensor.dim() == 3:
             for expert, rows in enumerate(tensor):
                 gated = "gate_up_proj" in name
@@ -87,7 +101,17 @@ def with_head(source, target, model, **config):
 
 def test_the_head_in_the_checkpoint_drafts_as_in_transformers(tmp_path, backend, glm):
     path, model = glm
-    oracle = with_head(path, tmp_path, model)
+    drafts_as_transformers(tmp_path, backend, model, with_head(path, tmp_path, model))
+
+
+def test_hunyuans_head_drafts_as_in_transformers(tmp_path, backend):
+    model = write_checkpoint(tmp_path / "model", "hy_v3")
+    oracle = with_head(tmp_path / "model", tmp_path / "with head", model, names=HUNYUAN_NAMES)
+    drafts_as_transformers(tmp_path / "with head", backend, model, oracle)
+
+
+def drafts_as_transformers(tmp_path, backend, model, oracle):
+    """Check the states of the head in ``tmp_path`` against the ``oracle``, and the tokens of an engine with it."""
     assert Speculation.with_defaults(None, model=tmp_path, draft=None, draft_tokens=3).kind == "mtp"
     config = plain_config(dtype="float32", max_context=128, page_size=4, prefill_chunk=9, draft_tokens=3)
     engine = Engine.from_checkpoint(tmp_path, backend, speculate="mtp", config=config)

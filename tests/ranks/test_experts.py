@@ -75,9 +75,15 @@ def test_biases_are_added_once_over_all_ranks(layout, biased):
     assert run(layout, create, tokens) == wanted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_ranks_route_by_sigmoids_over_all_experts(layout, tmp_path):
-    write_checkpoint(tmp_path, "glm4_moe")
+ROUTED = [("glm4_moe", name) for name in LAYOUTS]
+ROUTED += [(family, name) for family in ("hy_v3", "ernie4_5_moe") for name in ("tensor", "data, divided")]
+ROUTED += [("minimax_m2", name) for name in ("data", "data, divided")]  # whose norms are of all heads
+
+
+@pytest.mark.parametrize(("family", "name"), ROUTED)
+def test_ranks_route_by_corrected_scores_over_all_experts(family, name, tmp_path):
+    write_checkpoint(tmp_path, family)
+    layout = LAYOUTS[name]
 
     def create(ranks):
         model = load_decoder(tmp_path, backend=ranks.backend, dtype=torch.float64, ranks=ranks.model)

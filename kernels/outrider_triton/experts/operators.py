@@ -44,6 +44,9 @@ def _route(
     groups: int = 1,
     chosen_groups: int = 1,
     factor: float = 1.0,
+    epsilon: float = 0.0,
+    minimum: float = 0.0,
+    softmax: bool = True,
 ) -> tuple[Tensor, Tensor]:
     expect(
         logits.dim() == 2 and 0 < count <= logits.shape[1] and logits.stride(1) == 1,
@@ -56,7 +59,8 @@ def _route(
     launch(
         jit.route,
         (logits.shape[0],),
-        *(logits, correction, weights, chosen, experts, logits.stride(0), count, first, last, factor),
+        *(logits, correction, weights, chosen, experts, logits.stride(0), count, first, last, factor, epsilon, minimum),
+        SOFTMAX=softmax,
         GROUPS=groups,
         CHOSEN_GROUPS=chosen_groups,
         RENORMALIZE=renormalize,

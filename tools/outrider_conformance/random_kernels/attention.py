@@ -291,7 +291,10 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     return Problem(operands, kernel_call("rope_write_cache", *names), wanted)
 
 
-def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
+def _head_norm_rope(
+    shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None, *, is_joint: bool = False
+) -> Problem:
+    """Return a problem with norms of each head, or of all heads of a token if ``is_joint``."""
     heads, kv_heads = HEADS[shape["heads"]]
     if shape["alone"]:  # keys and values without queries
         heads = 0
@@ -302,12 +305,19 @@ def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache:
     made[:, : heads + kv_heads] *= 4.0 ** dice.integers(-4, 5, heads + kv_heads)[:, None]
     made[:, heads + kv_heads :] *= _SPREAD[cache]
     kept = torch.promote_types(dtype, torch.float32) if shape["wide_norm"] else dtype
-    norms = {name: dice.factors(size, dtype=kept) * factor for name, factor in (("q_norm", 1.0), ("k_norm", _SPREAD[cache]))}
+    norms = {
+        name: dice.factors(size * max(count, 1) if is_joint else size, dtype=kept) * factor
+        for name, count, factor in (("q_norm", heads, 1.0), ("k_norm", kv_heads, _SPREAD[cache]))
+    }
     cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
     q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)
     turned = {}
     for name, each in (("q", q), ("k", k)):
-        normed = bounds.rms_norm(bounds.exact(each), norms[f"{name}_norm"], EPS, dtype)
+        if is_joint and each.shape[1]:
+            rows = bounds.rms_norm(bounds.exact(each.flatten(1)), norms[f"{name}_norm"], EPS, dtype)
+            normed = bounds.Number(rows.value.view(each.shape), rows.error.view(each.shape))
+        else:
+            normed = bounds.rms_norm(bounds.exact(each), norms[f"{name}_norm"][:size], EPS, dtype)
         turned[name] = bounds.rotate(normed, cos, sin, dtype)
     wanted = {
         "out": _of_real(turned["q"], real),
@@ -318,7 +328,8 @@ def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache:
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         rotary = RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
-        return {"out": kernels.head_norm_rope_write_cache(o["made"], HeadNorms(o["q_norm"], o["k_norm"], EPS), rotary)}
+        given = HeadNorms(o["q_norm"], o["k_norm"], EPS, is_joint)
+        return {"out": kernels.head_norm_rope_write_cache(o["made"], given, rotary)}
 
     return Problem(operands, call, wanted)
 
@@ -419,7 +430,9 @@ _CASES = (
     ),
 )
 _IN_FORMATS = tuple(problems for case in _CASES for problems in in_formats(*case, caches=(None, *CACHE_FORMATS)))
+_HEAD_NORMS = next(each for each in _IN_FORMATS if each.kernel == "head_norm_rope_write_cache")
 ATTENTION = (
     *_IN_FORMATS,
+    _HEAD_NORMS.with_operand("joint_head_norms", partial(_head_norm_rope, is_joint=True)),
     _IN_FORMATS[0].with_operand("attention_sinks", partial(_attention, has_sinks=True)),
 )

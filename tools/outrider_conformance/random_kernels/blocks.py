@@ -292,7 +292,7 @@ def _doubled_attention(kernels: KernelSet, *operands: Any, **named: Any) -> Tens
 
 
 def _attention(
-    operands: _ProblemOperands, name: str, hidden: int, size: int, *, has_sinks: bool
+    operands: _ProblemOperands, name: str, hidden: int, size: int, *, has_sinks: bool, has_joint_norms: bool
 ) -> Callable[[Mapped], AttentionBlock]:
     shape, attention = operands.shape, _HEADS * size
     rows = (1 + shape["gated"]) * attention + 2 * _KV_HEADS * size
@@ -302,9 +302,10 @@ def _attention(
     if shape["bias"]:
         operands.vector(f"{name} qkv bias", rows)
         operands.vector(f"{name} output bias", hidden)
-    if shape["head_norms"]:
-        operands.vector(f"{name} q_norm", size)
-        operands.vector(f"{name} k_norm", size)
+    has_norms = bool(shape["head_norms"]) or has_joint_norms
+    if has_norms:
+        operands.vector(f"{name} q_norm", size * (_HEADS if has_joint_norms else 1))
+        operands.vector(f"{name} k_norm", size * (_KV_HEADS if has_joint_norms else 1))
     if has_sinks:
         wide = torch.promote_types(operands.dtype, torch.float32)
         operands.made[f"{name} sinks"] = Operand(operands.dice.normal(_HEADS, dtype=wide, scale=3.0))
@@ -322,7 +323,7 @@ def _attention(
         scale=0.7 * size**-0.5,
         window=shape["window"],
         sinks=o.get(f"{name} sinks"),
-        head_norms=HeadNorms(o[f"{name} q_norm"], o[f"{name} k_norm"], EPS) if shape["head_norms"] else None,
+        head_norms=HeadNorms(o[f"{name} q_norm"], o[f"{name} k_norm"], EPS, has_joint_norms) if has_norms else None,
         gated=bool(shape["gated"]),
         input_scales=o.get(f"{name} factors of input"),
         output_scales=o.get(f"{name} factors of output"),
@@ -338,15 +339,21 @@ def _attention_block(
     cache: str | None = None,
     *,
     has_sinks: bool = False,
+    has_joint_norms: bool = False,
 ) -> Problem:
-    """Return a problem of attention, MLP, and attention of each sequence's last token; with sinks if ``has_sinks``."""
+    """Return a problem of attention, MLP, and attention of each sequence's last token. ``has_sinks``: attention has;
+    ``has_joint_norms``: all heads of a token are normalised as one row.
+    """
     operands, hidden, size = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], _HEAD_SIZES[shape["size"]]
     batch, new, page = shape["batch"], shape["new"], 16
     operands.residual(batch * new, hidden)
     _sequences(operands, page, size, cache)
     if shape["head_scales"]:
         operands.made["query scales"] = Operand(dice.positive(batch * new, 1, 1, dtype=dtype, scale=2.0))
-    attentions = [_attention(operands, name, hidden, size, has_sinks=has_sinks) for name in ("first", "second")]
+    attentions = [
+        _attention(operands, name, hidden, size, has_sinks=has_sinks, has_joint_norms=has_joint_norms)
+        for name in ("first", "second")
+    ]
     mlp = _mlp(operands, "mlp", hidden)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
@@ -484,6 +491,7 @@ _EXPERTS_BLOCKS = in_formats("experts_block", _experts_block, _EXPERT, _EXPERT_C
 BLOCKS = (
     *_ATTENTION_BLOCKS,
     _ATTENTION_BLOCKS[0].with_operand("attention_sinks", partial(_attention_block, has_sinks=True)),
+    _ATTENTION_BLOCKS[0].with_operand("joint_head_norms", partial(_attention_block, has_joint_norms=True)),
     *in_formats("mlp_block", _mlp_block, _MLP, _MLPS, weights=_FORMATS),
     *_EXPERTS_BLOCKS,
     _EXPERTS_BLOCKS[0].with_operand("expert_biases", partial(_experts_block, has_biases=True)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +43,12 @@ _MIN_LOGIT_GAP = 0.25
 _MIN_SCORE_GAP = 4e-6
 """Minimum gap between the scores of two experts, or of two groups, so that float32 tells them apart."""
 _MAX_DRAWS = 1000
-_FACTOR = 2.5
-"""Factor of the weights of a router with sigmoids."""
+_SCORINGS: tuple[dict[str, Any], ...] = (
+    {"factor": 2.5},
+    {"factor": 2.5, "epsilon": 0.25},
+    {"factor": 0.5, "epsilon": 0.125, "minimum": 0.5, "softmax": True},
+)
+"""Fields of routers with corrections. Unlike those of published models, each changes the weights of most tokens."""
 _EXPERTS = among(1, 2, 5, 8, 60, 128)
 _CHOSEN = between(1, 8)
 _TOKENS = row_counts(1, 12)
@@ -91,10 +97,11 @@ def _route_by_sigmoids(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     groups = next(each for each in (4, 2, 1) if (experts % each == 0 and experts >= 2 * each) or each == 1)
     taken = max(groups // 2, -(-count * groups // experts))
     correction = dice.normal(experts, dtype=torch.float32, scale=0.3)
+    scoring = SigmoidRouting(correction, groups, taken, **_SCORINGS[shape["scoring"]])
     wide = torch.promote_types(dtype, torch.float32)
     logits = dice.normal(tokens, experts, dtype=wide, scale=1.5)
     for _ in range(_MAX_DRAWS):
-        scores = logits.double().sigmoid()
+        scores = logits.double().softmax(-1) if scoring.softmax else logits.double().sigmoid()
         ranked = scores + correction.double()
         members = ranked.unflatten(1, (groups, -1))
         sums = members.topk(min(2, members.shape[2]), dim=-1)[0].sum(-1)
@@ -107,12 +114,16 @@ def _route_by_sigmoids(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     chosen = ranked.argsort(dim=-1, descending=True)[:, :count]
     weights = scores.gather(1, chosen)
     if shape["flag"]:
-        weights = weights / weights.sum(-1, keepdim=True)
-    error = _FACTOR * weights * bounds.wide(dtype) * (32 + 4 * count) + 2.0**-140
-    wanted: dict[str, bounds.Number | Tensor] = {"weights": bounds.Number(_FACTOR * weights, error), "chosen": chosen}
+        weights = weights / (weights.sum(-1, keepdim=True) + scoring.epsilon).clamp(min=scoring.minimum)
+    weights = scoring.factor * weights
+    # Of a softmax also exponentials of differences, and a sum over all experts.
+    spread = logits.double().amax(-1, keepdim=True) - logits.double().gather(1, chosen)
+    unit = bounds.wide(dtype)
+    error = weights * unit * (32 + 4 * count + 2 * spread + 2 * bounds.growth(experts, 1.0)) + 2.0**-140
+    wanted: dict[str, bounds.Number | Tensor] = {"weights": bounds.Number(weights, error), "chosen": chosen}
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        sigmoid = SigmoidRouting(o["correction"], groups, taken, _FACTOR)
+        sigmoid = scoring._replace(correction=o["correction"])
         made = kernels.route(o["logits"], count, renormalize=bool(shape["flag"]), sigmoid=sigmoid)
         return dict(zip(("weights", "chosen"), made, strict=True))
 
@@ -254,9 +265,14 @@ _ROUTE = KernelProblems(
         {"tokens": 1, "experts": 1, "chosen": 1, "flag": 1, "held": 0},
     ],
 )
+_CORRECTED_ROUTE = replace(
+    _ROUTE.with_operand("sigmoid_routing", _route_by_sigmoids),
+    dimensions={**_ROUTE.dimensions, "scoring": between(0, len(_SCORINGS) - 1)},
+    corners=[{**corner, "scoring": number % len(_SCORINGS)} for number, corner in enumerate(_ROUTE.corners)],
+)
 EXPERTS = (
     _ROUTE,
-    _ROUTE.with_operand("sigmoid_routing", _route_by_sigmoids),
+    _CORRECTED_ROUTE,
     _PLAIN_EXPERTS,
     _PLAIN_EXPERTS.with_operand("expert_biases", partial(_experts, has_biases=True)),
     *_QUANTIZED_EXPERTS,

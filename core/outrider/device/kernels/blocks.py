@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ class ExpertsBlock:
     renormalize: bool
     """True if the weights of a token's experts are scaled to sum 1, as in ``KernelSet.route``."""
     sigmoid: SigmoidRouting | None = None
-    """The choice of experts by sigmoids instead of a softmax."""
+    """The choice of experts by corrected scores; None for a choice by a softmax alone."""
     held: tuple[int, int] | None = None
     """First and last (exclusive) expert of this rank, if ranks divide the experts; E is their number in the stacks below."""
     gate_up: Weight
@@ -282,8 +283,8 @@ def write_heads(kernels: ModelKernels, qkv: Tensor, block: AttentionBlock, token
         qkv.unflatten(1, (-1, rotary.k_cache.shape[3])).mul_(scales)
         return kernels.head_norm_rope_write_cache(qkv, None, rotary)
     q, k, v = rotary.split(qkv)
-    q_norm, k_norm, eps = block.head_norms
-    q, k = kernels.rms_norm(q, q_norm, eps), kernels.rms_norm(k, k_norm, eps)
+    norms, normalize = block.head_norms, partial(block.head_norms.normalize, kernels.rms_norm)
+    q, k = normalize(q, norms.queries), normalize(k, norms.keys)
     for heads, factors in zip((q, k, v), scales.split([each.shape[1] for each in (q, k, v)]), strict=True):
         heads.mul_(factors)
     kernels.rope_write_cache(q, k, v, *rotary)

@@ -78,7 +78,7 @@ class InvariantKernels(KernelSet):
         self._tile = tile
         self.name = f"{inner.name}, batch-invariant"
         self.cache_formats = inner.cache_formats
-        computed = inner.optional_operands | {"attention_sinks"}  # attention is computed here
+        computed = inner.optional_operands | {"attention_sinks", "joint_head_norms"}  # attention blocks are computed here
         self.optional_operands = type(self).optional_operands & computed
         self.state_interval = inner.state_interval
 

@@ -166,12 +166,19 @@ class RotaryArgs(NamedTuple):
 class HeadNorms(NamedTuple):
     """The norms of queries and keys per head, before the rotation.
 
-    ``queries`` and ``keys`` [D] are weights of :meth:`KernelSet.rms_norm`; ``eps`` is its epsilon.
+    ``queries`` and ``keys`` [D] are weights of :meth:`KernelSet.rms_norm`; ``eps`` is its epsilon. ``joint``: all heads of a
+    token are normalised as one row, with weights [Hq D] and [Hkv D].
     """
 
     queries: Tensor
     keys: Tensor
     eps: float
+    joint: bool = False
+
+    def normalize(self, rms_norm: Callable[[Tensor, Tensor, float], Tensor], heads: Tensor, weight: Tensor) -> Tensor:
+        """Return the queries or keys ``heads`` [T, Hq or Hkv, D], normalised by ``rms_norm`` with ``weight``."""
+        rows = heads.flatten(1) if self.joint else heads
+        return rms_norm(rows, weight, self.eps).view(heads.shape)
 
 
 class ClampedActivation(NamedTuple):
@@ -195,17 +202,21 @@ class ExpertBiases(NamedTuple):
 
 
 class SigmoidRouting(NamedTuple):
-    """The choice of experts by sigmoids of their logits, as in DeepSeek-V3.
+    """The choice of experts by corrected scores: sigmoids of their logits, as in DeepSeek-V3, or their ``softmax``.
 
-    ``correction`` float32 [E] is added to the sigmoids for the choice alone. Experts are chosen from the ``chosen_groups`` of
+    ``correction`` float32 [E] is added to the scores for the choice alone. Experts are chosen from the ``chosen_groups`` of
     ``groups`` equal, consecutive groups whose two best experts have the largest sum; lower groups first among equals. The
-    weights are the sigmoids times ``factor``.
+    weights are the scores times ``factor``. Normalized weights are divided by their sum plus ``epsilon``, and at least by
+    ``minimum``.
     """
 
     correction: Tensor
     groups: int = 1
     chosen_groups: int = 1
     factor: float = 1.0
+    epsilon: float = 1e-20
+    minimum: float = 0.0
+    softmax: bool = False
 
 
 class RequestRows(NamedTuple):

@@ -150,9 +150,8 @@ class ModelKernels(BookkeepingKernels):
         experts. A returned expert is counted from the first held one; of an expert that isn't held, expert and weight are -1
         and 0.
 
-        ``sigmoid`` replaces the softmax by a :class:`SigmoidRouting`, whose weights are scaled by its factor after
-        ``renormalize`` divides them by their sum plus 1e-20. Only kernels whose ``optional_operands`` list
-        ``sigmoid_routing`` get it.
+        ``sigmoid`` corrects the scores for the selection, see :class:`SigmoidRouting`. Only kernels whose
+        ``optional_operands`` list ``sigmoid_routing`` get it.
         """
         first, last = held or (0, logits.shape[1])
         return torch.ops.outrider.route(logits, count, renormalize, first, last, *(sigmoid or ()))  # type: ignore[no-any-return]  # torch.ops has no types
@@ -245,15 +244,16 @@ class ModelKernels(BookkeepingKernels):
 
     @composes("rms_norm", "rope_write_cache")
     def head_norm_rope_write_cache(self, qkv: Tensor, norms: HeadNorms | None, rotary: RotaryArgs) -> Tensor:
-        """Normalise each head of the queries and keys in ``qkv``, then call :meth:`rope_write_cache` → queries [T, Hq, D].
+        """Normalise the heads of the queries and keys in ``qkv``, then call :meth:`rope_write_cache` → queries [T, Hq, D].
 
         The rows of ``qkv`` [T, (Hq + 2 Hkv) D] are contiguous; it has queries, keys and values side by side. Without
-        ``norms``, it may be changed. Hq may be 0: then ``qkv`` has only keys and values.
+        ``norms``, it may be changed. Hq may be 0: then ``qkv`` has only keys and values. Only kernels whose
+        ``optional_operands`` list ``joint_head_norms`` get ``norms`` that are joint.
         """
         q, k, v = rotary.split(qkv)
         if norms is not None:
-            k = self.rms_norm(k, norms.keys, norms.eps)
-            q = self.rms_norm(q, norms.queries, norms.eps) if q.shape[1] else q
+            k = norms.normalize(self.rms_norm, k, norms.keys)
+            q = norms.normalize(self.rms_norm, q, norms.queries) if q.shape[1] else q
         # Without queries, a copy of the keys takes their place and is dropped: rope_write_cache needs queries.
         self.rope_write_cache(q if q.shape[1] else k.clone(), k, v, *rotary)
         return q

@@ -159,6 +159,10 @@ class Piece:
     """The slice of the tensor that is read; None reads the whole tensor."""
     stack: bool = False
     """True if the tensor is a stack of matrices whose rows are read as one matrix."""
+    paired: int = 0
+    """Size of the heads whose rotated dimensions are pairs of adjacent rows. The rows of a head are read in the order of the
+    model, the first ones of all pairs first. 0: in the order of the file.
+    """
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -169,6 +173,10 @@ class Piece:
         if cut is not None:
             shape[cut.dim] = cut.stop - cut.start
         return tuple(shape)
+
+    def in_model_order(self, rows: Tensor) -> Tensor:
+        """Return ``rows``, a row of the file for each row of the piece, in the order in which the model has them."""
+        return rows.unflatten(0, (-1, self.paired // 2, 2)).transpose(1, 2).flatten(0, 2) if self.paired else rows
 
 
 @dataclass(frozen=True, slots=True)

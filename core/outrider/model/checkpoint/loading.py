@@ -160,7 +160,7 @@ def load_tensors(
         for piece in target.pieces:
             rows = weight[row : row + piece.read_shape[0]]
             row += rows.shape[0]
-            extent = files.extent(piece.key)
+            extent = None if piece.paired else files.extent(piece.key)
             if extent is not None and extent.dtype == stored == dtype:  # bulk reads have one dtype
                 parts.append(TensorRead(piece.key, extent.sliced(piece.shape, piece.tensor_slice), rows))
             else:
@@ -169,7 +169,8 @@ def load_tensors(
             weight[row:].zero_()
     read_parts([part for part in parts if part.destination.numel()], backend, stream, done)
     for piece, rows in cast:
-        rows.copy_(files.read_tensor(piece.key, piece.tensor_slice).to(rows.dtype).reshape(rows.shape))
+        read = piece.in_model_order(files.read_tensor(piece.key, piece.tensor_slice))
+        rows.copy_(read.to(rows.dtype).reshape(rows.shape))
         done(piece.key)
     for target in targets:
         if target.offset:

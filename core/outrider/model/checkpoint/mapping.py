@@ -33,6 +33,8 @@ from outrider.model.quantization.storages import PACKED
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
 """Format of heads of multi-token prediction by the prefix of their tensors' names."""
+_UNREAD_HEAD = tuple(f"model.mtp_{part}." for part in ("block", "emb_norm", "hidden_norm", "linear_proj"))
+"""Prefixes of the tensors of ERNIE 4.5's head, which is not read."""
 _JOIN = ".eh_proj."
 """What follows the layer in the name of the projection of a head that is stored as one more layer."""
 SINGLE_RANK = Shards()
@@ -41,6 +43,8 @@ SINGLE_RANK = Shards()
 
 _QKV, _OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
 _GATE_UP, _DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+_WITH_ADJACENT_PAIRS = ("ernie4_5", "ernie4_5_moe")
+"""Families that rotate pairs of adjacent dimensions of a head."""
 _SANDWICH_NORMS = (
     ("attention_output_norm", "post_attention_layernorm"),
     ("mlp_norm", "pre_feedforward_layernorm"),
@@ -92,12 +96,16 @@ def layer_targets(
     of these ranks only.
     """
     projections = _projections(config, shards, attention_width or config.hidden_size)
+    paired = dict.fromkeys(_QKV[:2], config.head_size) if config.family in _WITH_ADJACENT_PAIRS else {}
 
     def norm(field: str, part: str, size: int) -> Target:
         return Target(f"{name}.{field}", (Piece(f"{prefix}.{part}.weight", (size,)),))
 
     def weight(field: str, *parts: str) -> Target:
-        return Target(f"{name}.{field}", tuple(Piece(f"{prefix}.{part}.weight", *projections[part]) for part in parts))
+        return Target(
+            f"{name}.{field}",
+            tuple(Piece(f"{prefix}.{part}.weight", *projections[part], paired=paired.get(part, 0)) for part in parts),
+        )
 
     def bias(field: str, *parts: str) -> Target:
         """Return a bias, which is sliced like the rows of its projections."""
@@ -105,7 +113,8 @@ def layer_targets(
         for part in parts:
             (rows, _), part_slice = projections[part]
             by_rows = part_slice is not None and part_slice.dim == 0
-            pieces.append(Piece(f"{prefix}.{part}.bias", (rows,), part_slice if by_rows else None))
+            own_rows = part_slice if by_rows else None
+            pieces.append(Piece(f"{prefix}.{part}.bias", (rows,), own_rows, paired=paired.get(part, 0)))
         return Target(f"{name}.{field}", tuple(pieces))
 
     targets = [norm("mlp_norm", "post_attention_layernorm", config.hidden_size)]
@@ -131,7 +140,9 @@ def layer_targets(
     if config.mlp_bias and shards.mlp.rank == 0:
         targets.append(bias("down_bias", _DOWN))
     if config.qk_norm and attends:
-        targets += [norm(f"{part}_norm", f"self_attn.{part}_norm", config.head_size) for part in "qk"]
+        counts = (config.num_heads, config.num_kv_heads) if config.joint_qk_norm else (1, 1)
+        sizes = zip("qk", counts, strict=True)
+        targets += [norm(f"{part}_norm", f"self_attn.{part}_norm", count * config.head_size) for part, count in sizes]
     if config.attention_sinks and attends:
         first, last = shards.heads(config)
         own = None if last - first == config.num_heads else TensorSlice(0, first, last)
@@ -230,7 +241,7 @@ def vision_name(key: str) -> str | None:
 def mtp_tensors(present: Iterable[str]) -> set[str]:
     """Return the names among ``present`` of the tensors of multi-token prediction heads."""
     names = list(present)
-    prefixes = (*MTP_PREFIXES, *(f"{layer}." for layer in _head_layers(names)))
+    prefixes = (*MTP_PREFIXES, *_UNREAD_HEAD, *(f"{layer}." for layer in _head_layers(names)))
     return {key for key in names if key.startswith(prefixes)}
 
 
@@ -366,7 +377,17 @@ def nest_recurrent(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 _EXPERT_PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-_ROUTERS = MappingProxyType({"gpt_oss": "router"})
+_ROUTERS = MappingProxyType({"gpt_oss": "router", "hy_v3": "router.gate"})
+_CORRECTIONS = MappingProxyType(
+    {
+        "ernie4_5_moe": "moe_statics.e_score_correction_bias",
+        "hy_v3": "expert_bias",
+        "minimax_m2": "e_score_correction_bias",
+    }
+)
+_SHARED = MappingProxyType({"hy_v3": "shared_mlp"})
+"""Names of routers, of their corrections and of shared experts within a layer's block of experts, where these are unusual."""
+_MIXTRAL_FAMILIES = ("mixtral", "minimax_m2")
 _MIXTRAL_PARTS = ("w1.weight", "w3.weight", "w2.weight")
 
 
@@ -388,6 +409,17 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
         )
 
 
+def has_router(config: ModelConfig, prefix: str, present: Container[str]) -> bool:
+    """Return True if the layer called ``prefix`` in a checkpoint with the tensors ``present`` is a mixture."""
+    return f"{_experts_name(config, prefix, present)}.{_ROUTERS.get(config.family, 'gate')}.weight" in present
+
+
+def _experts_name(config: ModelConfig, prefix: str, present: Container[str]) -> str:
+    """Return the name of a layer's block of experts, for a layer called ``prefix`` in the checkpoint."""
+    has_own_name = config.family in _MIXTRAL_FAMILIES and f"{prefix}.mlp.gate.weight" not in present
+    return f"{prefix}.block_sparse_moe" if has_own_name else f"{prefix}.mlp"
+
+
 def expert_targets(config: ModelConfig, prefix: str, name: str, present: Container[str], shards: Shards) -> list[Target]:
     """Return the expert weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
@@ -396,29 +428,29 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
     """
     experts = config.experts
     assert experts is not None  # the caller asks for layers that have some
-    hidden = config.hidden_size
-    mixtral_names = config.family == "mixtral" and f"{prefix}.mlp.gate.weight" not in present
-    block = f"{prefix}.block_sparse_moe" if mixtral_names else f"{prefix}.mlp"
-    router = f"{block}.{_ROUTERS.get(config.family, 'gate')}"
+    hidden, family = config.hidden_size, config.family
+    block = _experts_name(config, prefix, present)
+    router = f"{block}.{_ROUTERS.get(family, 'gate')}"
     has_sigmoids, shape = config.routes_by_sigmoids, (experts.count, hidden)
     targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=has_sigmoids)]
     if has_sigmoids:
-        correction = Piece(f"{router}.e_score_correction_bias", (experts.count,))
-        targets.append(Target(f"{name}.router_correction", (correction,), wide=True))
+        key = f"{block}.{_CORRECTIONS.get(family, 'gate.e_score_correction_bias')}"
+        sizes = (1, experts.count) if family == "ernie4_5_moe" else (experts.count,)
+        targets.append(Target(f"{name}.router_correction", (Piece(key, sizes),), wide=True))
     if experts.biases is not None:
         targets.append(Target(f"{name}.router_bias", (Piece(f"{router}.bias", (experts.count,)),)))
     if experts.biases is not None or any(f"{block}.experts.{part}" in present for part in STACKS):
         targets += _stacked_targets(experts, hidden, f"{block}.experts", name, shards)
     else:
         first = f"{block}.experts.0"
-        mixtral_names = mixtral_names and not any(f"{first}.{part}" in present for part in _EXPERT_PARTS)
-        parts = _MIXTRAL_PARTS if mixtral_names else _EXPERT_PARTS
+        has_usual_names = block == f"{prefix}.mlp" or any(f"{first}.{part}" in present for part in _EXPERT_PARTS)
+        parts = _EXPERT_PARTS if has_usual_names else _MIXTRAL_PARTS
         held = shards.held_experts(experts.count)
         each = [f"{block}.experts.{expert}" for expert in range(*(held or (0, experts.count)))]
         span = shards.mlp.even(experts.intermediate_size) if held is None else None
         targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", span)
     if experts.shared_size:
-        shared = f"{block}.shared_expert{'s' if has_sigmoids else ''}"
+        shared = f"{block}.{_SHARED.get(family, 'shared_experts' if has_sigmoids else 'shared_expert')}"
         span = shards.mlp.even(experts.shared_size)
         targets += _expert_targets([shared], _EXPERT_PARTS, hidden, experts.shared_size, name, "shared_", span)
         if not has_sigmoids:

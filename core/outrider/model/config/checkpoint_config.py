@@ -21,10 +21,14 @@ from outrider.model.config.layer_configs import (
     RUN_THROUGH_TRANSFORMERS,
     SANDWICH_FAMILIES,
     dots1,
+    ernie4_5,
+    ernie4_5_moe,
     gemma4,
     glm4_moe,
     gpt_oss,
+    hy_v3,
     layer_windows,
+    minimax_m2,
     mixtral,
     one_window,
     qwen2_moe,
@@ -204,10 +208,14 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
     {
         "dots1": dots1,
+        "ernie4_5": ernie4_5,
+        "ernie4_5_moe": ernie4_5_moe,
         **dict.fromkeys(SANDWICH_FAMILIES, gemma4),
         "glm4_moe": glm4_moe,
         "gpt_oss": gpt_oss,
+        "hy_v3": hy_v3,
         "llama": _llama,
+        "minimax_m2": minimax_m2,
         "ministral3": _mistral,
         "mistral": _mistral,
         "mixtral": mixtral,
@@ -228,7 +236,7 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
 )
 _SAME_DECODER: Mapping[str, str] = MappingProxyType({"mimo": "qwen2"})
 """Model types whose decoder and config are those of another family, and which transformers does not know."""
-_PARTIAL_ROPE = HYBRID_FAMILIES | {"glm4_moe"}
+_PARTIAL_ROPE = HYBRID_FAMILIES | {"glm4_moe", "minimax_m2"}
 """Families whose rope may rotate a part of each head."""
 _CONSECUTIVE_AXES = ("qwen2_vl", "qwen2_5_vl")
 _MROPE_SECTIONS: Mapping[str, tuple[int, ...]] = MappingProxyType(

@@ -204,6 +204,44 @@ SIGMOID_EXPERTS: Mapping[str, Field] = MappingProxyType(
         "num_nextn_predict_layers": whole_number(0, MAX_LAYERS),
     }
 )
+MINIMAX: Mapping[str, Field] = MappingProxyType(
+    {
+        **EXPERTS,
+        "rotary_dim": whole_number(2, 1 << 14, empty=False),
+        "scoring_func": choice("sigmoid"),
+        "use_routing_bias": choice_of(True),
+        "use_qk_norm": choice_of(True),
+        "qk_norm_type": choice("per_layer"),
+        "attn_type_list": list_of(choice_of(1)),
+        "shared_intermediate_size": choice_of(0),
+    }
+)
+HUNYUAN: Mapping[str, Field] = MappingProxyType(
+    {
+        **EXPERTS,
+        "num_shared_experts": whole_number(1, _MAX_EXPERTS, empty=False),
+        "router_scaling_factor": number(1e-6, 1e6, empty=False),
+        "mlp_layer_types": list_of(TEXT),
+        "num_nextn_predict_layers": whole_number(0, MAX_LAYERS),
+        **dict.fromkeys(
+            ("moe_router_use_sigmoid", "moe_router_enable_expert_bias", "route_norm", "qk_norm"), choice_of(True)
+        ),
+    }
+)
+ERNIE: Mapping[str, Field] = MappingProxyType(
+    {
+        **TEXT_MODEL,
+        "use_bias": FLAG,
+        "moe_k": whole_number(1, _MAX_EXPERTS, empty=False),
+        "moe_num_experts": whole_number(1, _MAX_EXPERTS, empty=False),
+        "moe_num_shared_experts": whole_number(0, _MAX_EXPERTS, empty=False),
+        "moe_intermediate_size": _WIDTH,
+        "moe_layer_start_index": whole_number(0, MAX_LAYERS, empty=False),
+        "moe_layer_end_index": whole_number(-1, MAX_LAYERS, empty=False),
+        "moe_layer_interval": whole_number(1, MAX_LAYERS, empty=False),
+        "moe_norm_min": number(0, 1, empty=False),
+    }
+)
 BIASED_EXPERTS: Mapping[str, Field] = MappingProxyType(
     {**EXPERTS, "swiglu_limit": number(0.01, 1e4, empty=False), "swiglu_alpha": number(0.01, 1e4, empty=False)}
 )
@@ -302,6 +340,9 @@ FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _with_vision(TEXT_MODEL)),
         "gpt_oss": BIASED_EXPERTS,
         **dict.fromkeys(("dots1", "glm4_moe"), SIGMOID_EXPERTS),
+        "minimax_m2": MINIMAX,
+        "hy_v3": HUNYUAN,
+        **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), ERNIE),
         **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), SANDWICH),
         **dict.fromkeys(("gemma4", "gemma4_unified"), MappingProxyType({**SANDWICH, "text_config": record(SANDWICH)})),
         "qwen3_vl_moe": _with_vision(EXPERTS),

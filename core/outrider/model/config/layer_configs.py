@@ -27,7 +27,7 @@ _LATENT_FAMILIES = (
     "glm4_moe_lite",
     "glm_moe_dsa",
 )
-RUN_THROUGH_TRANSFORMERS = ("exaone_moe", "ernie4_5_moe", "minimax_m2")
+RUN_THROUGH_TRANSFORMERS = ("exaone_moe",)
 """Families of :data:`REFUSED` that the transformers fallback may run."""
 _LATENT_ATTENTION = (
     "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
@@ -165,6 +165,53 @@ def glm4_moe(hf: HfConfig) -> dict[str, Any]:
 def dots1(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a dots.llm1 config: Qwen3's attention, and routers with sigmoids."""
     return qwen3(hf) | {"experts": _sigmoid_experts(hf), "windows": layer_windows(hf)}
+
+
+def minimax_m2(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a MiniMax-M2 config, which norms queries and keys over all heads."""
+    experts = replace(_experts_of_all_layers(hf), sigmoid=SigmoidRouterConfig(epsilon=0.0))
+    return {"qk_norm": True, "joint_qk_norm": True, "experts": experts, "windows": one_window(hf, None)}
+
+
+def hy_v3(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Hunyuan 3 config. Raises :class:`ConfigError` for layers of unknown kinds."""
+    kinds = list(hf.mlp_layer_types)
+    if set(kinds) - {"dense", "sparse"} or len(kinds) != hf.num_hidden_layers:
+        raise ConfigError(f"mlp_layer_types is {shown(kinds)}, expected {hf.num_hidden_layers} times 'dense' or 'sparse'")
+    experts = ExpertsConfig(
+        count=hf.num_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        renormalize=True,
+        shared_size=hf.num_shared_experts * hf.moe_intermediate_size,
+        dense_layers=tuple(index for index, kind in enumerate(kinds) if kind == "dense"),
+        sigmoid=SigmoidRouterConfig(factor=float(hf.router_scaling_factor)),
+    )
+    return qwen3(hf) | {"experts": experts if "sparse" in kinds else None, "windows": one_window(hf, None)}
+
+
+def ernie4_5(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a dense ERNIE 4.5 config."""
+    biases = dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), bool(hf.use_bias))
+    return biases | {"windows": one_window(hf, None)}
+
+
+def ernie4_5_moe(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of an ERNIE 4.5 config with experts. Raises :class:`ConfigError` for biases."""
+    if hf.use_bias:
+        raise ConfigError("use_bias is true, expected false: shared experts and the output head have no biases here")
+    layers, sparse = range(hf.num_hidden_layers), range(hf.moe_layer_start_index, hf.moe_layer_end_index + 1)
+    dense = tuple(index for index in layers if index not in sparse or (index + 1) % hf.moe_layer_interval)
+    experts = ExpertsConfig(
+        count=hf.moe_num_experts,
+        per_token=hf.moe_k,
+        intermediate_size=hf.moe_intermediate_size,
+        renormalize=True,
+        shared_size=hf.moe_num_shared_experts * hf.moe_intermediate_size,
+        dense_layers=dense,
+        sigmoid=SigmoidRouterConfig(epsilon=0.0, minimum=float(hf.moe_norm_min), softmax=True),
+    )
+    return ernie4_5(hf) | {"experts": experts if len(dense) < len(layers) else None}
 
 
 def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig | None:

@@ -50,11 +50,14 @@ class SandwichConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SigmoidRouterConfig:
-    """A router with sigmoids, whose experts are in equal groups: see :class:`~outrider.device.SigmoidRouting`."""
+    """A router that corrects scores for the choice of experts: the fields of :class:`~outrider.device.SigmoidRouting`."""
 
     groups: int = 1
     chosen_groups: int = 1
     factor: float = 1.0
+    epsilon: float = 1e-20
+    minimum: float = 0.0
+    softmax: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,7 @@ class ExpertsConfig:
     biases: ClampedActivation | None = None
     """The activation of experts with biases, whose router has a bias, too. None for experts without biases."""
     sigmoid: SigmoidRouterConfig | None = None
-    """The router's sigmoids, whose shared expert has no gate. None for a router with a softmax."""
+    """A router with a correction, next to a shared expert without a gate. None for a router with a softmax alone."""
 
     def __post_init__(self) -> None:
         if min(self.count, self.per_token, self.intermediate_size) < 1 or self.shared_size < 0:
@@ -239,6 +242,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """True if each head of q and k is normalized before the rotary embedding."""
+    joint_qk_norm: bool = False
+    """True if that norm is one of all heads of q, and of all heads of k."""
     attention_gate: bool = False
     """True if the attention output is multiplied by the sigmoid of a gate, whose rows follow each head's in ``q_proj``."""
     attention_sinks: bool = False
@@ -335,6 +340,7 @@ class ModelConfig:
         needed = {
             "attention_sinks": self.attention_sinks,
             "expert_biases": experts is not None and experts.biases is not None,
+            "joint_head_norms": self.joint_qk_norm,
             "sigmoid_routing": self.routes_by_sigmoids,
         }
         missing = [name for name, is_needed in needed.items() if is_needed and name not in kernels.optional_operands]

@@ -23,6 +23,7 @@ from outrider.model.checkpoint.files import Piece, Target
 from outrider.model.checkpoint.mapping import (
     SINGLE_RANK,
     expert_targets,
+    has_router,
     is_model,
     layer_targets,
     mtp_depth,
@@ -152,9 +153,12 @@ class ChainedNames(NamedTuple):
     final_norm: str = "mtp.norm"
 
     @classmethod
-    def of_layer(cls, layer: str) -> ChainedNames:
-        """Return the names in a head that is stored as one more ``layer`` of the model."""
-        return cls(layer, *(f"{layer}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")))
+    def of_layer(cls, layer: str, present: Container[str]) -> ChainedNames:
+        """Return the names in a head that is stored as one more ``layer`` of the model. ``present`` holds the checkpoint's
+        tensor names, since the last norm has either of two.
+        """
+        last = "final_layernorm" if f"{layer}.final_layernorm.weight" in present else "shared_head.norm"
+        return cls(layer, *(f"{layer}.{part}" for part in ("enorm", "hnorm", "eh_proj", last)))
 
 
 _OF_MTP = ChainedNames()
@@ -168,11 +172,12 @@ def load_chained_mtp(checkpoint: HeadCheckpoint) -> MtpHead:
     """
     checkpoint, ignored = _open(checkpoint)
     layer = mtp_layer(checkpoint.files.tensors)
-    names = _OF_MTP if layer is None else ChainedNames.of_layer(layer)
+    names = _OF_MTP if layer is None else ChainedNames.of_layer(layer, checkpoint.files.tensors)
     config = _chained_config(checkpoint, names)
     targets_of = partial(chained_mtp_targets, config, checkpoint.files.tensors, names=names)
     ignored |= scale_keys(checkpoint.files, [names.layer])  # the head's cache has the model's dtype
-    ignored |= {f"{names.layer}.{part}.weight" for part in ("embed_tokens", "shared_head.head")}  # copies of the model's
+    copies = "embed_tokens", "shared_head.head", "shared_head"  # of the model's
+    ignored |= {f"{names.layer}.{part}.weight" for part in copies}
     checkpoint.check(targets_of, optional=ignored)
     with checkpoint.load(config, targets_of) as (local, weights):
         record = mtp_weights(weights, HEAD_NAME, local.experts)
@@ -191,7 +196,7 @@ def _chained_config(checkpoint: HeadCheckpoint, names: ChainedNames) -> ModelCon
     problem = None
     if names == _OF_MTP and config.family not in HYBRID_FAMILIES:
         problem = f"model_type is {shown(config.family)}, and a head with tensors mtp.* belongs to a hybrid model"
-    elif names not in (_OF_MTP, ChainedNames.of_layer(f"model.layers.{config.num_layers}")):
+    elif names.layer not in (_OF_MTP.layer, f"model.layers.{config.num_layers}"):
         problem = f"the head is {names.layer}, expected model.layers.{config.num_layers}, after the model's own layers"
     elif depth != 1:
         problem = f"the head has {shown(depth)} layers, expected 1, which drafts every token of a chain"
@@ -201,7 +206,7 @@ def _chained_config(checkpoint: HeadCheckpoint, names: ChainedNames) -> ModelCon
         raise CheckpointError(f"{checkpoint.file}: {problem}")
     checkpoint.check_vocabulary_and_dtype(config)
     checkpoint.check_hidden_size(config)
-    experts = config.experts if f"{names.layer}.mlp.gate.weight" in checkpoint.files.tensors else None
+    experts = config.experts if has_router(config, names.layer, checkpoint.files.tensors) else None
     if experts is not None:
         experts = replace(experts, dense_layers=())
     return chained_head_config(replace(config, experts=experts))

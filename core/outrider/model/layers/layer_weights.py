@@ -5,7 +5,7 @@ Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -81,15 +81,15 @@ class LayerWeights:
     down_bias: Tensor | None = None
     """Bias of ``down``: [H], or [E, H] for experts. None for models without it, and for ranks that don't add it."""
     q_norm: Tensor | None = None
-    """Norm weight [D] of each query head; None for models without it."""
+    """Norm weight [D] of each query head, or [Hq D] of all; None for models without it."""
     k_norm: Tensor | None = None
-    """Norm weight [D] of each key head; None for models without it."""
+    """Norm weight [D] of each key head, or [Hkv D] of all; None for models without it."""
     router: Weight | None = None
     """Product [E, H] for the logits by which tokens are routed to experts; None without experts."""
     router_bias: Tensor | None = None
     """Bias [E] of ``router``; None for models without it."""
     router_correction: Tensor | None = None
-    """Correction [E] of a router with sigmoids, float32 or wider; None for other routers."""
+    """Correction [E] or [1, E] of the router's scores, float32 or wider; None for routers without it."""
     shared_gate_up: Weight | None = None
     """Gate and up projections [2 Is, H] of a shared expert with intermediate size Is; None without one."""
     shared_down: Weight | None = None
@@ -126,7 +126,7 @@ def attention_block(config: ModelConfig, weights: LayerWeights, window: int, ran
     """Return the attention block of a layer; ``config`` has the number of heads of this rank."""
     norms = None
     if weights.q_norm is not None and weights.k_norm is not None:
-        norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
+        norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps, config.joint_qk_norm)
     return AttentionBlock(
         norm=weights.attention_norm,
         eps=config.rms_eps,
@@ -212,8 +212,7 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
         biases = ExpertBiases(weights.gate_up_bias, down_bias, experts.biases)
     sigmoid = None
     if experts.sigmoid is not None and weights.router_correction is not None:
-        form = experts.sigmoid
-        sigmoid = SigmoidRouting(weights.router_correction, form.groups, form.chosen_groups, form.factor)
+        sigmoid = SigmoidRouting(weights.router_correction.flatten(), **asdict(experts.sigmoid))
     return ExpertsBlock(
         norm=weights.mlp_norm,
         eps=config.rms_eps,

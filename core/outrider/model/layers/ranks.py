@@ -90,6 +90,11 @@ class Shards:
         ranks, mlp = self.attention.size, self.mlp.size
         if config.sandwich is not None and max(ranks, mlp) > 1:
             raise ConfigError(f"{model}: a {config.family} model runs on one rank here, and there are {max(ranks, mlp)}")
+        if config.joint_qk_norm and ranks > 1:
+            raise ConfigError(
+                f"{model}: a {config.family} model norms all heads of a token at once, and {ranks} tensor-parallel ranks "
+                "would divide them; expected one, next to data- and expert-parallel ones"
+            )
         if config.num_heads % ranks:
             raise _unequal(model, f"{config.num_heads} heads", ranks, "a number of tensor-parallel ranks that divides them")
         if config.num_kv_heads % ranks and ranks % config.num_kv_heads:

@@ -66,6 +66,15 @@ def slice_weight(weight: QuantizedWeight, tensor_slice: TensorSlice | None) -> Q
     )
 
 
+def in_model_order(weight: QuantizedWeight, piece: Piece) -> QuantizedWeight:
+    """Return ``weight``, the rows of ``piece``, in the order in which the model has them."""
+    if not piece.paired:
+        return weight
+    if weight.block[0] % piece.paired:
+        weight = map_scales(with_row_scales(weight), piece.in_model_order)
+    return replace(weight, data=piece.in_model_order(weight.data))  # rows of whole heads share their scales
+
+
 def pad_rows(weight: QuantizedWeight, rows: int) -> QuantizedWeight:
     """Return the weight with ``rows`` zero rows appended."""
     if not rows:
@@ -310,14 +319,15 @@ class Quantization:
         for piece in target.pieces:
             scheme = self.scheme_of(files, piece)
             if scheme is None:
-                part: Tensor | QuantizedWeight = files.read_tensor(piece.key, piece.tensor_slice).to(dtype)
+                stored = files.read_tensor(piece.key, piece.tensor_slice)
+                part: Tensor | QuantizedWeight = piece.in_model_order(stored).to(dtype)
             else:
                 if piece.stack:
                     part = self._read_stack(files, piece, scheme)
                 else:
                     if piece.key not in read:
                         read[piece.key] = self._read(files, piece, scheme)
-                    part = slice_weight(read[piece.key], piece.tensor_slice)
+                    part = in_model_order(slice_weight(read[piece.key], piece.tensor_slice), piece)
                 if self.mode == "dequantize":
                     part = _dequantized(part, dtype)
             joined.append(part)

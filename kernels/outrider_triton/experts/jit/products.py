@@ -42,7 +42,7 @@ def _in_best_groups(scores, lane, experts, GROUPS: tl.constexpr, CHOSEN_GROUPS: 
     return tl.where(kept, scores, LOWEST)
 
 
-@triton.jit(do_not_specialize=["first", "last", "factor"])
+@triton.jit(do_not_specialize=["first", "last", "factor", "epsilon", "minimum"])
 def route(
     logits,
     correction,
@@ -54,6 +54,9 @@ def route(
     first,
     last,
     factor,
+    epsilon,
+    minimum,
+    SOFTMAX: tl.constexpr,
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -61,11 +64,12 @@ def route(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store one token's expert weights and expert numbers, ``count`` of each: the largest of the softmax of its ``experts``
+    """Store one token's expert weights and expert numbers, ``count`` of each: the largest of the scores of its ``experts``
     logits, in descending order; ties take the first. One program per token.
 
-    With ``correction [experts]``: the sigmoids times ``factor``, chosen by the sigmoids plus ``correction`` from the best
-    groups.
+    Scores are sigmoids, or the softmax. With ``correction [experts]``, experts are chosen by the scores plus ``correction``
+    from the best groups. The weights are the scores, divided by at least ``minimum`` if they are normalised, times
+    ``factor``.
 
     Experts count from ``first``; those before it, and from ``last`` on, become -1 with weight 0.
     """
@@ -74,12 +78,14 @@ def route(
     lane = tl.arange(0, BLOCK)
     is_expert = lane < experts
     value = tl.load(logits + token.to(tl.int64) * stride + lane, mask=is_expert, other=float("-inf")).to(tl.float32)
-    if correction is None:
+    if SOFTMAX:
         value = tl.exp(value - tl.max(value, axis=0))
         value = value / tl.sum(value, axis=0)
-        remaining = tl.where(is_expert, value, -1.0)
     else:
         value = tl.sigmoid(tl.where(is_expert, value, 0.0))
+    if correction is None:
+        remaining = tl.where(is_expert, value, -1.0)
+    else:
         remaining = value + tl.load(correction + lane, mask=is_expert, other=0.0)
         remaining = tl.where(is_expert, remaining, float("-inf"))
         if GROUPS > 1:
@@ -93,12 +99,9 @@ def route(
         shares = tl.where(place == rank, tl.sum(tl.where(lane == largest, value, 0.0), axis=0), shares)
         chosen_experts = tl.where(place == rank, largest.to(tl.int64), chosen_experts)
         remaining = tl.where(lane == largest, float("-inf"), remaining)
-    if RENORMALIZE and correction is None:
-        shares = shares / tl.sum(shares, axis=0)
-    elif RENORMALIZE:
-        shares = shares / (tl.sum(shares, axis=0) + 1e-20)
-    if correction is not None:
-        shares *= factor
+    if RENORMALIZE:
+        shares = shares / tl.maximum(tl.sum(shares, axis=0) + epsilon, minimum)
+    shares *= factor
     slot_mask = place < count
     is_held = (chosen_experts >= first) & (chosen_experts < last)
     tl.store(weights + token * count + place, tl.where(is_held, shares, 0.0), mask=slot_mask)

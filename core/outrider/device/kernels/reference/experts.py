@@ -27,23 +27,25 @@ def route(
     groups: int = 1,
     chosen_groups: int = 1,
     factor: float = 1.0,
+    epsilon: float = 0.0,
+    minimum: float = 0.0,
+    softmax: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return float weights [T, count] and int64 numbers [T, count] of the ``count`` likeliest experts of ``logits`` [T, E].
 
     With ``renormalize``, the weights of each token have sum 1. Numbers count from ``first``. Weights and numbers of experts
-    before it, and from ``last`` on, become 0 and -1. With ``correction`` [E], experts are chosen by
+    before it, and from ``last`` on, become 0 and -1. ``correction`` [E] and the operands after it are the fields of a
     :class:`~outrider.device.SigmoidRouting`. See ``KernelSet.route``.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = wide.softmax(-1) if correction is None else wide.sigmoid()
+    scores = wide.softmax(-1) if softmax else wide.sigmoid()
     ranked = scores if correction is None else _in_best_groups(scores + correction, groups, chosen_groups)
     # A stable sort puts the lower expert first among equals, on every device.
     chosen = ranked.sort(dim=-1, descending=True, stable=True)[1][:, :count].contiguous()
     weights = scores.gather(1, chosen)
-    if renormalize and correction is None:
-        weights = weights / weights.sum(-1, keepdim=True)
-    elif correction is not None:
-        weights = factor * (weights / (weights.sum(-1, keepdim=True) + 1e-20) if renormalize else weights)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon).clamp(min=minimum)
+    weights = factor * weights
     if (first, last) == (0, logits.shape[1]):
         return weights, chosen
     is_held = (chosen >= first) & (chosen < last)

@@ -53,10 +53,10 @@ def _routed(
     correction: Tensor | None = None,
     groups: int = 1,
     chosen_groups: int = 1,
-    factor: float = 1.0,
+    *scoring: float,
 ) -> tuple[Tensor, Tensor]:
     """Check the operands of routing; return empty tensors like its results."""
-    del factor
+    del scoring
     expect(
         logits.dim() == 2 and 0 < count <= logits.shape[1],
         lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
