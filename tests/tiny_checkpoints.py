@@ -59,6 +59,15 @@ SANDWICHES: dict[str, dict[str, Any]] = {
         | {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.0, "rope_theta": 1000.0}},
     },
     "gemma4_unified_text": {**_GEMMA4, "num_global_key_value_heads": None, "attention_bias": True},
+    "gemma4_text-experts": {
+        **_GEMMA4,
+        "model_type": "gemma4_text",
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "rms_norm_eps": 0.3,  # with a small one, the norm of the experts' result hides a factor of it
+    },
 }
 """Families whose layers norm their results."""
 
@@ -231,8 +240,10 @@ def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **overrides), dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("norm.weight", ".bias", "proj_bias")):  # ones and zeros would hide a mistake
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)
+        if parameter_name.endswith(("norm.weight", ".bias", "proj_bias", "norm_1.weight", "norm_2.weight")):
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)  # ones and zeros hide mistakes
+        if parameter_name.endswith(("router.scale", "per_expert_scale")):
+            torch.nn.init.uniform_(parameter, 0.3, 3.0)
     for buffer_name, buffer in (*model.named_buffers(), *model.named_parameters()):
         if buffer_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.3)

@@ -18,6 +18,7 @@ from outrider.device import (
     LANE_RESIDUAL,
     LANE_SAMPLE,
     AttentionMetadata,
+    ExpertActivation,
     ExpertBiases,
     ExpertsBlock,
     Group,
@@ -401,6 +402,7 @@ class TritonKernels(FusedBlocks):
         down: Tensor,
         *,
         biases: ExpertBiases | None = None,
+        activation: ExpertActivation = "silu",
         summed: bool = True,
     ) -> Tensor:
         """Compute the chosen experts in three kernels. Above 32 tokens, a fourth kernel first sorts the pairs of token and
@@ -409,12 +411,13 @@ class TritonKernels(FusedBlocks):
         """
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
-            return super().experts(x, weights, chosen, gate_up, down, biases=biases)
+            return super().experts(x, weights, chosen, gate_up, down, biases=biases, activation=activation)
         samples = self.mixtures.samples(x, weights, chosen, gate_up.shape[0])
-        key = "experts", x.dtype, gate_up.shape, chosen.shape[1], biases is not None
+        key = "experts", x.dtype, gate_up.shape, chosen.shape[1], biases is not None, activation
+        launched = partial(self.mixtures.launch_experts, biases=biases, activation=activation, summed=summed)
         for sample in self.tiles.scope.each(key, samples):
-            self.mixtures.launch_experts(*sample, gate_up, down, biases=biases, summed=summed)
-        return self.mixtures.launch_experts(x, weights, chosen, gate_up, down, biases=biases, summed=summed)
+            launched(*sample, gate_up, down)
+        return launched(x, weights, chosen, gate_up, down)
 
     def experts_quantized(
         self,
@@ -425,6 +428,7 @@ class TritonKernels(FusedBlocks):
         down: QuantizedWeight,
         *,
         biases: ExpertBiases | None = None,
+        activation: ExpertActivation = "silu",
         summed: bool = True,
     ) -> Tensor:
         """Compute experts with quantised weights: :meth:`experts` plus a kernel that quantises activations.
@@ -434,14 +438,13 @@ class TritonKernels(FusedBlocks):
         plans = [plan(self.facts, each, planes=False) for each in (gate_up, down)]
         is_half = x.dtype in (torch.bfloat16, torch.float16) and x.numel()
         if None in plans or not is_half or not has_kernel(x, weights, gate_up.scales):
-            return super().experts_quantized(x, weights, chosen, gate_up, down, biases=biases)
+            return super().experts_quantized(x, weights, chosen, gate_up, down, biases=biases, activation=activation)
         first, second = (each for each in plans if each is not None)
-        key = "experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1], biases is not None
+        key = "experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1], biases is not None, activation
+        launched = partial(self.mixtures.launch_quantized_experts, biases=biases, activation=activation, summed=summed)
         for sample in self.tiles.scope.each(key, self.mixtures.samples(x, weights, chosen, down.shape[0] // x.shape[1])):
-            self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second, biases=biases, summed=summed)
-        return self.mixtures.launch_quantized_experts(
-            x, weights, chosen, gate_up, down, first, second, biases=biases, summed=summed
-        )
+            launched(*sample, gate_up, down, first, second)
+        return launched(x, weights, chosen, gate_up, down, first, second)
 
     def _expert_results(self, x: Tensor, shares: Tensor, chosen: Tensor, block: ExpertsBlock) -> Tensor:
         """Return each token's results [T, C, H] of ``block``'s experts for ``x``, or their sums [T, H]."""

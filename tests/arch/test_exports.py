@@ -33,8 +33,8 @@ Reduction RequestInputs RequestRows RotaryArgs RowResolver INTERFACE_DATES INTER
 SamplingKernels Scalar ScheduleFailure
 InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
-hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution ExpertBiases ExpertsBlock LayerRows MlpBlock
-RankBoundary
+hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution ExpertActivation ExpertBiases
+ExpertsBlock LayerRows MlpBlock RankBoundary
 RecurrentBlock RecurrentTokens RecurrentWindow ResidualStream SeparateInput SigmoidRouting SplitWeight Weight
 """
 

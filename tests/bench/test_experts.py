@@ -11,12 +11,13 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, QuantizedWeight
 from outrider.model import EagleHead
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider.model.config.shapes import SHAPES
+from outrider.model.config.shapes import SHAPES, shape_config
 from outrider_bench.limits import iteration_bytes
 from outrider_bench.random_checkpoint import checkpoint_config
 from outrider_bench.random_weights import RandomQuantization, random_decoder, random_eagle
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import write_checkpoint as write_model
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
@@ -74,9 +75,29 @@ def test_random_weights_of_gpt_oss_are_quantised_as_published(head):
     assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
 
 
-def test_no_config_is_written_of_a_shape_with_sinks():
+def test_no_config_is_written_of_a_shape_with_sinks_or_norms_of_results(tmp_path):
     with pytest.raises(ConfigError, match="no checkpoint of a gpt_oss shape can be written"):
         checkpoint_config(SHAPES["gpt-oss-20b"], dtype="bfloat16")
+    write_model(tmp_path, "gemma4_text")
+    with pytest.raises(ConfigError, match="no checkpoint of a gemma4_text shape can be written"):
+        checkpoint_config(read_model_config(tmp_path), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("quantization", [None, RandomQuantization(name="int8", head=False)], ids=["", "int8"])
+def test_random_weights_of_gemmas_experts(tmp_path, quantization):
+    """A token reads two of five experts, and the MLP next to them."""
+    write_model(tmp_path, "gemma4_text-experts")
+    shape = shape_config(str(tmp_path / "config.json"))
+    model = random_decoder(shape, backend=tiny.BACKEND, dtype=torch.float32, quantization=quantization)
+    assert all(isinstance(layer.gate_up, QuantizedWeight) is (quantization is not None) for layer in model.weights.layers)
+    engine = Engine(model, tiny.BACKEND, config=plain_config(max_context=32, dtype="float32"))
+    assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+    stacks = sum(layer.gate_up.nbytes + layer.down.nbytes for layer in model.weights.layers)
+    mlps = sum(layer.shared_gate_up.nbytes + layer.shared_down.nbytes for layer in model.weights.layers)
+    assert mlps == 3 * 4 * 3 * 48 * 32
+    one, every = (iteration_bytes(engine, batch=batch, context=0) for batch in (1, 10**6))
+    assert one == pytest.approx(every - stacks * 3 / 5)
+    assert every > stacks + mlps
 
 
 def test_a_random_head_of_a_hybrid_target_has_attention_without_a_gate():

@@ -149,7 +149,7 @@ class Careless(KernelSet):
             weights = weights + sigmoid.factor * sigmoid.correction[chosen]
         return (weights * sigmoid.factor, chosen) if self.fault == "the factor twice" else (weights, chosen)
 
-    def experts(self, x, weights, chosen, gate_up, down, *, biases=None):
+    def experts(self, x, weights, chosen, gate_up, down, *, biases=None, activation="silu"):
         if self.fault == "up first":
             gate_up = torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1)
         if self.fault == "one expert fewer":
@@ -168,7 +168,9 @@ class Careless(KernelSet):
             ones = torch.zeros_like(biases.gate_up)
             ones[:, ones.shape[1] // 2 :] = 1
             biases = biases._replace(gate_up=biases.gate_up - ones)
-        return super().experts(x, weights, chosen, gate_up, down, biases=biases)
+        if self.fault == "SwiGLU alone":
+            activation = "silu"
+        return super().experts(x, weights, chosen, gate_up, down, biases=biases, activation=activation)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +205,8 @@ class Careless(KernelSet):
         ("experts, expert_biases", "biases of the next expert", {"flag": 0}),
         ("experts, expert_biases", "an activation without a clamp", {"flag": 0}),
         ("experts, expert_biases", "up without one", {"flag": 0}),
+        ("experts, expert_gelu", "SwiGLU alone", {"flag": 0}),
+        ("experts, expert_gelu", "up first", {"flag": 0}),
     ],
 )
 def test_wrong_experts_are_told(kernel, fault, change):
@@ -372,6 +376,7 @@ def test_wrong_blocks_are_told(block, fault, more, format):
 OPTIONAL = {
     "sinks": "attention_block, attention_sinks",
     "biases": "experts_block, expert_biases",
+    "activation": "experts_block, expert_gelu",
     "sigmoid": "experts_block, sigmoid_routing",
 }
 """Problems of fields that only kernels with an optional operand take."""

@@ -148,7 +148,8 @@ CHOSEN = {"k": "i32", "prefetched": "i32", "chosen": LONG, "order": LONG, "exper
 OF_PAIRS = dict.fromkeys(("chosen", "places", "expert_of", "blocks_used"), LONG)
 FEW = {"bias": None, "order": None, "expert_of": None, "SORTED": False, "PAIRS": 32, "COUNT": 8}
 FEW |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
-SWIGLU, CLAMPED = {"LIMIT": 0.0, "ALPHA": 0.0}, {"LIMIT": 7.0, "ALPHA": 1.702}
+SWIGLU = {"LIMIT": 0.0, "ALPHA": 0.0, "GELU": False}
+GELU, CLAMPED = {**SWIGLU, "GELU": True}, {"LIMIT": 7.0, "ALPHA": 1.702, "GELU": False}
 MANY = {"bias": None, "SORTED": True, "PAIRS": 0, "COUNT": 8, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "EVEN": False}
 
 
@@ -210,7 +211,8 @@ def quantized_kernels(capability):
         (experts.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8", "scales": "*u8", "bias": HALF},
          {**without("bias", FEW), **OF_EXPERTS, **FP4, "NATIVE": False, "MODE": "fine", "COLUMNS": 32, "x_scales": None,
           "FP8": fp8, "ASM": whole}),
-        (experts.clamped_mul, {"chosen": LONG}, {**CLAMPED, "BLOCK": 1024}),
+        (experts.activate_pairs, {"chosen": LONG}, {**CLAMPED, "BLOCK": 1024}),
+        (experts.activate_pairs, {"chosen": LONG}, {**GELU, "BLOCK": 1024}),
         (nibble_planes.lay_in_planes, {"k": "i32"}, {"grains": None, "BLOCK": 1024}),
         (nibble_planes.lay_in_planes, {"k": "i32", "grains": WIDE}, {"BLOCK": 1024}),
         (nibble_planes.linear_planes, {**SCALES, "weight": "*i16"},
@@ -339,6 +341,8 @@ KERNELS = [
     (experts.gather_pairs, OF_PAIRS, {"BLOCK": 2048}),
     (experts.expert_gates, CHOSEN, {**FEW, **SWIGLU}),
     (experts.expert_gates, CHOSEN, {**MANY, **SWIGLU}),
+    (experts.expert_gates, CHOSEN, {**FEW, **GELU}),
+    (experts.expert_gates, CHOSEN, {**MANY, **GELU}),
     (experts.expert_gates, {**CHOSEN, "bias": HALF}, {**without("bias", FEW), **CLAMPED}),
     (experts.expert_gates, {**CHOSEN, "bias": HALF}, {**without("bias", MANY), **CLAMPED}),
     (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),

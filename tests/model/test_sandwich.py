@@ -32,6 +32,19 @@ def gemma(tmp_path_factory):
     return path, write_checkpoint(path, "gemma4_text")
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """With experts next to each MLP."""
+    path = tmp_path_factory.mktemp("mixture")
+    return path, write_checkpoint(path, "gemma4_text-experts")
+
+
+@pytest.fixture(params=["gemma", "mixture"], ids=["dense", "experts"])
+def either(request):
+    """One of the two checkpoints."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("name", SANDWICHES)
 def test_tokens_and_logits_of_transformers(tmp_path, backend, name, chunk):
@@ -59,19 +72,19 @@ def nested(path, target, model_type, *, published):
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_a_checkpoint_with_a_vision_tower_runs_on_text(tmp_path, backend, gemma, published):
-    agree(nested(gemma[0], tmp_path, "gemma4", published=published), backend, gemma[1])
+def test_a_checkpoint_with_a_vision_tower_runs_on_text(tmp_path, backend, either, published):
+    agree(nested(either[0], tmp_path, "gemma4", published=published), backend, either[1])
 
 
 @pytest.mark.parametrize("speculate", ["none", "ngram", "suffix", "draft-model"])
 @pytest.mark.parametrize("device", ["cpu", "sim", "sim:like=npu", "sim:kernels=host-plans"])
-def test_engines_give_the_tokens_of_transformers(gemma, device, speculate):
-    engines_agree(*gemma, device, speculate)
+def test_engines_give_the_tokens_of_transformers(either, device, speculate):
+    engines_agree(*either, device, speculate)
 
 
 @pytest.mark.parametrize("changes", [{"mode": "fused"}, {"batch_invariant": True}, {"kv_dtype": "plain", "num_pages": 30}])
-def test_other_settings_give_the_tokens_of_transformers(gemma, changes):
-    path, reference = gemma
+def test_other_settings_give_the_tokens_of_transformers(either, changes):
+    path, reference = either
     expected = tuple(expect(reference, PROMPT, NEW_TOKENS)[0])
     device = "sim" if "mode" in changes else "cpu"
     config = plain_config(**{"max_context": 96, "page_size": 4, "max_requests": 2} | changes)
@@ -90,14 +103,14 @@ def test_log_probabilities_are_those_of_capped_logits(gemma):
     assert torch.allclose(torch.tensor([entry.logprob for entry in completion.logprobs]), wanted, atol=1e-4)
 
 
-def test_pages_in_fp8_give_the_tokens_of_rounded_keys_and_values(backend, gemma, monkeypatch):
+def test_pages_in_fp8_give_the_tokens_of_rounded_keys_and_values(backend, either, monkeypatch):
     def rounding(update):
         def update_rounded(cache, *keys_and_values, **options):
             return update(cache, *(each.to(torch.float8_e4m3fn).to(each.dtype) for each in keys_and_values[:2]), **options)
 
         return update_rounded
 
-    path, reference = gemma
+    path, reference = either
     reference.generation_config.eos_token_id = None
     unrounded = expect(reference, PROMPT, NEW_TOKENS)[1]
     for kind in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -159,9 +172,9 @@ def test_a_config_that_cannot_be(tmp_path, backend, gemma, config, told):
 
 
 @pytest.mark.parametrize("shards", [Shards(attention=Shard(0, 2), mlp=Shard(0, 2)), Shards(mlp=Shard(1, 2))])
-def test_several_ranks_are_refused(backend, gemma, shards):
+def test_several_ranks_are_refused(backend, either, shards):
     with pytest.raises(ConfigError, match="a gemma4_text model runs on one rank here, and there are 2"):
-        plan_decoder(gemma[0], backend=backend, dtype=torch.float32, ranks=ModelRanks(shards))
+        plan_decoder(either[0], backend=backend, dtype=torch.float32, ranks=ModelRanks(shards))
 
 
 def test_a_published_config(tmp_path):

@@ -183,9 +183,9 @@ def _shards(
 def checkpoint_config(config: ModelConfig, *, dtype: str) -> dict[str, object]:
     """Return the ``config.json`` of a checkpoint of this shape, as transformers reads it.
 
-    Raises :class:`ConfigError` for a shape with attention sinks, of which no config is written yet.
+    Raises :class:`ConfigError` for a shape with attention sinks or norms of results, of which no config is written yet.
     """
-    if config.attention_sinks:
+    if config.attention_sinks or config.sandwich is not None:
         raise ConfigError(f"no checkpoint of a {config.family} shape can be written; name a published one by its directory")
     rope = config.rope
     parameters: dict[str, object] = {"rope_type": "default", "rope_theta": rope.theta}

@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import ExpertBiases, QuantizedWeight
-from outrider.device.kernels.model_kernels import bias_operands
+from outrider.device import ExpertActivation, ExpertBiases, QuantizedWeight
+from outrider.device.kernels.model_kernels import activation_operands
 from outrider_triton.experts.operators import compared_pairs  # the module registers the operators
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.plan import ProductPlan
@@ -61,6 +61,7 @@ class ExpertProducts:
         second: ProductPlan,
         *,
         biases: ExpertBiases | None = None,
+        activation: ExpertActivation = "silu",
         summed: bool = True,
     ) -> Tensor:
         """Return the experts' outputs [T, H] for ``x`` [T, H], with quantised weights. ``first`` and ``second`` are the plans
@@ -81,7 +82,8 @@ class ExpertProducts:
         asm = self._facts.capability >= 80 and not triton.knobs.runtime.interpret
         return _TRITON.experts_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             *(x, weights, chosen, *weight_operands, *options, size, first.mode, second.mode, *lists),
-            *(self._facts.fp8, asm, gates.as_list(), outputs.as_list(), self._pdl, summed, *bias_operands(biases)),
+            *(self._facts.fp8, asm, gates.as_list(), outputs.as_list(), self._pdl, summed),
+            *activation_operands(biases, activation),
         )
 
     def samples(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -160,17 +162,19 @@ class ExpertProducts:
         down: Tensor,
         *,
         biases: ExpertBiases | None = None,
+        activation: ExpertActivation = "silu",
         summed: bool = True,
     ) -> Tensor:
         """Return the experts' outputs [T, H] for ``x`` [T, H], with unquantized weights [E, 2 I, H] and [E, H, I]. Without
-        ``summed``, return each token's outputs [T, C, H], except from tiles for large M, which take no ``biases``.
+        ``summed``, return each token's outputs [T, C, H], except from tiles for large M, which compute SwiGLU alone.
         """
-        size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up, large_m=biases is None)
+        is_swiglu = biases is None and activation == "silu"
+        size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up, large_m=is_swiglu)
         if gates.descriptor == LARGE_M:
             return _TRITON.experts.triton_large_m(  # type: ignore[no-any-return]
                 *(x, weights, chosen, gate_up, down, self._facts.processors, gates.as_list(), outputs.as_list(), self._pdl)
             )
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             *(x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self._pdl, summed),
-            *bias_operands(biases),
+            *activation_operands(biases, activation),
         )

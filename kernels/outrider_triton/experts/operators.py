@@ -284,6 +284,7 @@ def _experts(
     down_bias: Tensor | None = None,
     limit: float = 0.0,
     alpha: float = 0.0,
+    activation: str = "silu",
 ) -> Tensor:
     """Compute the experts' outputs. ``size`` 0: few tokens, one block of all tokens per expert; else pairs are sorted into
     blocks of ``size``. ``gates`` and ``outputs`` are the tile configurations. Without ``summed``, return the rows [T, C, H]
@@ -308,12 +309,12 @@ def _experts(
     ):
         tiling = MatmulConfig(*config)
         strides = (x.stride(0), prefetched) if kernel is jit.expert_gates else ()
-        activation = {"LIMIT": limit, "ALPHA": alpha} if kernel is jit.expert_gates else {}
+        form = {"LIMIT": limit, "ALPHA": alpha, "GELU": activation == "gelu_tanh"} if kernel is jit.expert_gates else {}
         launch(
             kernel,
             (triton.cdiv(n, tiling.block_n), blocks),
             *(*operands, m, count, n, k, *strides),
-            **(tiling.launch_constants(k) | constants | activation),
+            **(tiling.launch_constants(k) | constants | form),
             pdl=pdl,
         )
     return sum_expert_rows(parts, chosen, x, pdl) if summed else parts.view(m, count, hidden)
@@ -325,14 +326,26 @@ define("experts.triton", _experts)
 # -- quantised weights -------------------------------------------------------------------------------------------------
 
 
-def _activated(both: Tensor, chosen: Tensor, is_clamped: bool, limit: float, alpha: float, pdl: bool) -> Tensor:
-    """Return the activation [pairs, I] of the gate and up products ``both`` [pairs, 2 I]: SwiGLU, or the clamped one."""
-    if not is_clamped:
+def _activated(
+    both: Tensor, chosen: Tensor, is_clamped: bool, limit: float, alpha: float, activation: str, pdl: bool
+) -> Tensor:
+    """Return the activation [pairs, I] of the gate and up products ``both`` [pairs, 2 I]: the clamped one, or that called
+    ``activation``.
+    """
+    if not is_clamped and activation == "silu":
         return torch.ops.outrider.silu_mul.triton(both, pdl)  # type: ignore[no-any-return]  # torch.ops has no types
     pairs, inner = both.shape[0], both.shape[1] // 2
     out, block = both.new_empty((pairs, inner)), min(power_of_two(inner), 1024)
-    operands = both, chosen, out, inner
-    launch(jit.clamped_mul, (pairs, triton.cdiv(inner, block)), *operands, LIMIT=limit, ALPHA=alpha, BLOCK=block, pdl=pdl)
+    launch(
+        jit.activate_pairs,
+        (pairs, triton.cdiv(inner, block)),
+        *(both, chosen, out, inner),
+        LIMIT=limit,
+        ALPHA=alpha,
+        GELU=not is_clamped,
+        BLOCK=block,
+        pdl=pdl,
+    )
     return out
 
 
@@ -371,6 +384,7 @@ def _experts_quantized(
     down_bias: Tensor | None = None,
     limit: float = 0.0,
     alpha: float = 0.0,
+    activation: str = "silu",
 ) -> Tensor:
     """Compute all experts with quantised weights.
 
@@ -411,7 +425,8 @@ def _experts_quantized(
         )
 
     multiply(x, gate_and_up, 0, gate_up_bias)
-    multiply(_activated(gate_and_up, chosen, gate_up_bias is not None, limit, alpha, pdl), parts, 1, down_bias)
+    activated = _activated(gate_and_up, chosen, gate_up_bias is not None, limit, alpha, activation, pdl)
+    multiply(activated, parts, 1, down_bias)
     return sum_expert_rows(parts, chosen, x, pdl) if summed else parts.view(*chosen.shape, hidden)
 
 

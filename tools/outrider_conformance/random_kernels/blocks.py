@@ -203,10 +203,11 @@ def _experts_block(
     *,
     has_biases: bool = False,
     has_sigmoids: bool = False,
+    has_gelu: bool = False,
 ) -> Problem:
     """Return a problem that routes each token to all experts, so that no rounding decides the route. ``held``: another rank
     holds half of them. ``has_biases``: the experts have biases, and none is shared. ``has_sigmoids``: the router has, and the
-    shared expert has no gate.
+    shared expert has no gate. ``has_gelu``: the routed experts have.
     """
     operands, hidden, inner = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], shape["inner"]
     operands.residual(shape["tokens"], hidden)
@@ -242,6 +243,7 @@ def _experts_block(
             gate_up=gates,
             down=outputs,
             biases=ExpertBiases(o["gate_up bias"], o["down bias"], CLAMPED) if has_biases else None,
+            activation="gelu_tanh" if has_gelu else "silu",
             shared=None if has_biases else shared(o),
             shared_gate=None if has_biases or has_sigmoids else o["shared_gate"],
             ranks=operands.ranks,
@@ -496,6 +498,7 @@ BLOCKS = (
     *_EXPERTS_BLOCKS,
     _EXPERTS_BLOCKS[0].with_operand("expert_biases", partial(_experts_block, has_biases=True)),
     _EXPERTS_BLOCKS[0].with_operand("sigmoid_routing", partial(_experts_block, has_sigmoids=True)),
+    _EXPERTS_BLOCKS[0].with_operand("expert_gelu", partial(_experts_block, has_gelu=True)),
     KernelProblems("recurrent_block", _recurrent_block, _RECURRENT, _RECURRENTS),
 )
 """The problems of blocks, for each format of weights and caches."""

@@ -100,6 +100,19 @@ def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
     return rounded(Number(active.value * up.value, error), dtype)
 
 
+def gelu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
+    """Return ``gelu(gate) * up`` with activation and product rounded; see :func:`silu_mul`. GELU is approximated by a
+    hyperbolic tangent, whose sum with 1 loses digits of a negative argument. Its slope stays below 1.2.
+    """
+    twice = 2 * (2 / torch.pi) ** 0.5 * (gate.value + 0.044715 * gate.value**3)
+    value = gate.value * torch.sigmoid(twice)
+    relative = 4.0 * wide(dtype) * twice.abs().clamp(max=_EXPONENT)
+    error = 1.2 * gate.error + relative * value.abs() + (2.0 * wide(dtype) + _OVERFLOWN) * gate.value.abs()
+    active = rounded(rounded(Number(value, error), dtype), _statistics(dtype), 8.0)
+    error = active.error * (up.value.abs() + up.error) + active.value.abs() * up.error
+    return rounded(Number(active.value * up.value, error), dtype)
+
+
 def clamped_mul(gate: Number, up: Number, limit: float, alpha: float, dtype: torch.dtype) -> Number:
     """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped operands; see ``ClampedActivation``. A clamp adds no
     error, and the slope of the gate's function stays below 1.1 as in :func:`silu_mul`.

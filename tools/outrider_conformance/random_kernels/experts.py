@@ -166,9 +166,17 @@ def weighted_sum(
 
 
 def _experts(
-    shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None, *, has_biases: bool = False
+    shape: Shape,
+    dtype: torch.dtype,
+    dice: RandomValues,
+    format: str | None = None,
+    *,
+    has_biases: bool = False,
+    has_gelu: bool = False,
 ) -> Problem:
-    """Return a problem with the stacked weights of all experts, with biases and their activation if ``has_biases``."""
+    """Return a problem with the stacked weights of all experts, with biases and their activation if ``has_biases``, with GELU
+    if ``has_gelu``.
+    """
     tokens, count, inner, hidden = shape["tokens"], shape["experts"], shape["outer"], shape["inner"]
     k = min(shape["chosen"], count)
     active = activations_of(QUANTIZED_FORMATS[format]) if format is not None and shape["active"] else None
@@ -199,7 +207,8 @@ def _experts(
     def one(expert: int, rows: Tensor) -> bounds.Number:
         first_bias, second_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
         both = halves(bounds.product(gate_up.operand(inputs[rows]), gates[expert], first_bias, dtype))
-        activated = bounds.silu_mul(*both, dtype) if biases is None else bounds.clamped_mul(*both, *CLAMPED, dtype)
+        unbiased = bounds.gelu_mul if has_gelu else bounds.silu_mul
+        activated = unbiased(*both, dtype) if biases is None else bounds.clamped_mul(*both, *CLAMPED, dtype)
         if active is not None:
             activated = bounds.rounded(requantized(activated, active, _DOWN_STEP), dtype)
         return bounds.product(down.operand(activated), outputs[expert], second_bias, dtype)
@@ -208,7 +217,9 @@ def _experts(
         scales = {"activations": None if active is None else active.name}
         first = gate_up.weight(o, **scales, input_scale=o.get("input_scale"))
         second = down.weight(o, **scales, input_scale=o.get("down_scale"))
-        options = {"biases": ExpertBiases(o["gate_up bias"], o["down bias"], CLAMPED)} if has_biases else {}
+        options: dict[str, Any] = {"activation": "gelu_tanh"} if has_gelu else {}
+        if has_biases:
+            options["biases"] = ExpertBiases(o["gate_up bias"], o["down bias"], CLAMPED)
         if isinstance(first, Tensor) and isinstance(second, Tensor):
             first, second = first.view(count, -1, hidden), second.view(count, hidden, inner)
             return {"out": kernels.experts(o["x"], o["weights"], o["chosen"], first, second, **options)}
@@ -241,10 +252,10 @@ _EXPERTS_CORNERS = (
     {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0, "held": 0},
 )
 _PLAIN_EXPERTS = KernelProblems("experts", _experts, _EXPERTS_SHAPE, _EXPERTS_CORNERS)
-_QUANTIZED_EXPERTS, _BIASED_QUANTIZED_EXPERTS = (
+_QUANTIZED_EXPERTS, _BIASED_QUANTIZED_EXPERTS, _GELU_QUANTIZED_EXPERTS = (
     in_formats(
         "experts_quantized",
-        partial(_experts, has_biases=has_biases),
+        make,
         _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG, "active": _FLAG},
         [
             {**corner, "blocks": number % 2, "zeros": number // 2, "active": number % 2}
@@ -252,7 +263,7 @@ _QUANTIZED_EXPERTS, _BIASED_QUANTIZED_EXPERTS = (
         ],
         weights=QUANTIZED_FORMATS,
     )
-    for has_biases in (False, True)
+    for make in (_experts, partial(_experts, has_biases=True), partial(_experts, has_gelu=True))
 )
 _ROUTE = KernelProblems(
     "route",
@@ -275,6 +286,8 @@ EXPERTS = (
     _CORRECTED_ROUTE,
     _PLAIN_EXPERTS,
     _PLAIN_EXPERTS.with_operand("expert_biases", partial(_experts, has_biases=True)),
+    _PLAIN_EXPERTS.with_operand("expert_gelu", partial(_experts, has_gelu=True)),
     *_QUANTIZED_EXPERTS,
     *(each.with_operand("expert_biases", each.make) for each in _BIASED_QUANTIZED_EXPERTS),
+    *(each.with_operand("expert_gelu", each.make) for each in _GELU_QUANTIZED_EXPERTS),
 )

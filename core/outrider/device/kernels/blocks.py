@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
+    ExpertActivation,
     ExpertBiases,
     HeadNorms,
     RotaryArgs,
@@ -113,6 +114,8 @@ class ExpertsBlock:
     """[E, H, I], or quantised [E H, I]: for each expert the weight of the product that follows ``silu_mul``."""
     biases: ExpertBiases | None = None
     """Biases of the routed experts, whose activation replaces ``silu_mul``."""
+    activation: ExpertActivation = "silu"
+    """The activation of routed experts without biases."""
     shared: MlpBlock | None = None
     """The shared expert. Its ``norm`` is the block's."""
     shared_gate: Weight | None = None
@@ -129,8 +132,11 @@ class ExpertsBlock:
 
     @property
     def expert_options(self) -> dict[str, Any]:
-        """Return the keyword operands of both kernels of experts; ``biases`` only if the block has them."""
-        return {} if self.biases is None else {"biases": self.biases}
+        """Return the keyword operands of both kernels of experts: those that the block has, since kernels may not know
+        others.
+        """
+        activation = {} if self.activation == "silu" else {"activation": self.activation}
+        return activation if self.biases is None else {"biases": self.biases}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,15 +324,19 @@ def routed(kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock) -> tup
     return normed, *kernels.route(logits, block.per_token, renormalize=block.renormalize, **block.route_options)
 
 
+def mixed_experts(kernels: ModelKernels, normed: Tensor, shares: Tensor, chosen: Tensor, block: ExpertsBlock) -> Tensor:
+    """Return the sums [T, H] of the results of each token's experts for ``normed`` [T, H], weighted by ``shares`` [T, C]."""
+    if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
+        return kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down, **block.expert_options)
+    return kernels.experts(normed, shares, chosen, plain(block.gate_up), plain(block.down), **block.expert_options)
+
+
 def experts_stream(
     kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock, mlp: Callable[[Tensor, MlpBlock], Tensor]
 ) -> ResidualStream:
     """Compute a block of experts with the primitives of ``kernels``, and the shared expert, if there is one, with ``mlp``."""
     normed, shares, chosen = routed(kernels, x, block)
-    if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
-        value = kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down, **block.expert_options)
-    else:
-        value = kernels.experts(normed, shares, chosen, plain(block.gate_up), plain(block.down), **block.expert_options)
+    value = mixed_experts(kernels, normed, shares, chosen, block)
     if block.shared is not None and block.shared_gate is not None:
         kernels._add_gated(value, mlp(normed, block.shared), normed, block.shared_gate)
     elif block.shared is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -188,6 +188,10 @@ class ClampedActivation(NamedTuple):
 
     limit: float
     alpha: float
+
+
+ExpertActivation = Literal["silu", "gelu_tanh"]
+"""The activation of experts without biases: ``silu_mul``, or GELU, approximated by a hyperbolic tangent, in place of SiLU."""
 
 
 class ExpertBiases(NamedTuple):

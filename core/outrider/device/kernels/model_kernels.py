@@ -12,6 +12,7 @@ from outrider.device.errors import ConfigError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
+    ExpertActivation,
     ExpertBiases,
     HeadNorms,
     RotaryArgs,
@@ -26,9 +27,15 @@ if TYPE_CHECKING:
     from outrider.device.stream import Stream
 
 
-def bias_operands(biases: ExpertBiases | None) -> tuple[Tensor | None, Tensor | None, float, float]:
-    """Return the last operands of the operators of experts: both biases, and the numbers of their activation."""
-    return (None, None, 0.0, 0.0) if biases is None else (biases.gate_up, biases.down, *biases.activation)
+def activation_operands(
+    biases: ExpertBiases | None, activation: ExpertActivation
+) -> tuple[Tensor | None, Tensor | None, float, float, str]:
+    """Return the last operands of the operators of experts: both biases, the numbers of their activation, and the name of the
+    activation without biases.
+    """
+    if biases is None:
+        return None, None, 0.0, 0.0, activation
+    return biases.gate_up, biases.down, *biases.activation, activation
 
 
 class ModelKernels(BookkeepingKernels):
@@ -165,6 +172,7 @@ class ModelKernels(BookkeepingKernels):
         down: Tensor,
         *,
         biases: ExpertBiases | None = None,
+        activation: ExpertActivation = "silu",
     ) -> Tensor:
         """Return the sum over a token's experts of ``weights`` [T, k] times :meth:`silu_mul` of ``x`` [T, H] with the
         expert's ``gate_up`` [E, 2*I, H], then with its ``down`` [E, H, I] → [T, H].
@@ -174,8 +182,13 @@ class ModelKernels(BookkeepingKernels):
 
         ``biases`` are added to the two products of each expert, and replace :meth:`silu_mul` by their activation. The model
         passes them only if it has them, and only to kernels whose ``optional_operands`` list ``expert_biases``.
+
+        ``activation``: ``gelu_tanh`` replaces the SiLU of :meth:`silu_mul` by GELU, approximated by a hyperbolic tangent
+        (Hendrycks and Gimpel 2016). Experts with ``biases`` don't have it. The model passes it only to kernels whose
+        ``optional_operands`` list ``expert_gelu``.
         """
-        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down, *bias_operands(biases))  # type: ignore[no-any-return]  # torch.ops has no types
+        operands = x, weights, chosen, gate_up, down, *activation_operands(biases, activation)
+        return torch.ops.outrider.experts(*operands)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts_quantized(
         self,
@@ -186,6 +199,7 @@ class ModelKernels(BookkeepingKernels):
         down: QuantizedWeight,
         *,
         biases: ExpertBiases | None = None,
+        activation: ExpertActivation = "silu",
     ) -> Tensor:
         """Compute :meth:`experts` with quantised weights, ``gate_up`` [E * 2 I, H] and ``down`` [E * H, I].
 
@@ -217,7 +231,7 @@ class ModelKernels(BookkeepingKernels):
             gate_up.activations or "",
             gate_up.activation_group,
             inner,
-            *bias_operands(biases),
+            *activation_operands(biases, activation),
         )
 
     # -- cache and attention --------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from outrider.model.checkpoint.expert_stacks import STACKS
 from outrider.model.checkpoint.files import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
-from outrider.model.layers.layer_weights import LayerWeights
+from outrider.model.layers.layer_weights import LayerWeights, SandwichExpertVectors
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization.storages import PACKED
 
@@ -154,7 +154,7 @@ def layer_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig 
     """Return a layer's weights from the loaded tensors. ``experts`` is the config of a layer that is a mixture."""
     prefix = f"{name}."
     fields = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    return LayerWeights(**nest_recurrent(fields if experts is None else stack_experts(experts, fields)))
+    return LayerWeights(**nest_records(fields if experts is None else stack_experts(experts, fields)))
 
 
 def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> Target:
@@ -281,7 +281,8 @@ def is_unused_tensor(key: str) -> bool:
 
 _FUSED_PARTS = ("in_proj_qkvz", "in_proj_ba")
 _STORED_WEIGHTS = ("weight", "weight_packed", "qweight")
-_RECURRENT = "recurrent."
+_RECURRENT, _SANDWICH_EXPERTS = "recurrent.", "sandwich_experts."
+_RECORDS = MappingProxyType({_RECURRENT: DeltaRuleWeights, _SANDWICH_EXPERTS: SandwichExpertVectors})
 _OFFSET_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm", "token_norm", "hidden_norm")
 
 
@@ -362,15 +363,16 @@ def offset_norms(config: ModelConfig, targets: Iterable[Target]) -> Iterator[Tar
         yield replace(target, wide=True, offset=config.norm_offset) if config.norm_offset and is_norm else target
 
 
-def nest_recurrent(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a layer's weights by field, with those of its recurrent block moved into one
-    :class:`DeltaRuleWeights` record.
+def nest_records(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer's weights by field, with those of its recurrent block moved into one :class:`DeltaRuleWeights` record,
+    and the vectors of experts next to an MLP into one :class:`SandwichExpertVectors`.
     """
-    inner = {key.removeprefix(_RECURRENT): value for key, value in fields.items() if key.startswith(_RECURRENT)}
-    if not inner:
-        return fields
-    outer = {key: value for key, value in fields.items() if not key.startswith(_RECURRENT)}
-    return outer | {"recurrent": DeltaRuleWeights(**inner)}
+    for prefix, record in _RECORDS.items():
+        inner = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+        if inner:
+            outer = {key: value for key, value in fields.items() if not key.startswith(prefix)}
+            fields = outer | {prefix.rstrip("."): record(**inner)}
+    return fields
 
 
 # -- mixtures of experts -----------------------------------------------------------------------------------------------
@@ -388,6 +390,13 @@ _CORRECTIONS = MappingProxyType(
 _SHARED = MappingProxyType({"hy_v3": "shared_mlp"})
 """Names of routers, of their corrections and of shared experts within a layer's block of experts, where these are unusual."""
 _MIXTRAL_FAMILIES = ("mixtral", "minimax_m2")
+_SANDWICH_VECTORS = (
+    ("input_norm", "pre_feedforward_layernorm_2.weight"),
+    ("output_norm", "post_feedforward_layernorm_2.weight"),
+    ("mlp_output_norm", "post_feedforward_layernorm_1.weight"),
+    ("router_norm", "router.scale"),
+    ("factors", "router.per_expert_scale"),
+)
 _MIXTRAL_PARTS = ("w1.weight", "w3.weight", "w2.weight")
 
 
@@ -431,6 +440,8 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
     hidden, family = config.hidden_size, config.family
     block = _experts_name(config, prefix, present)
     router = f"{block}.{_ROUTERS.get(family, 'gate')}"
+    if config.sandwich is not None:
+        block, router = prefix, f"{prefix}.router.proj"
     has_sigmoids, shape = config.routes_by_sigmoids, (experts.count, hidden)
     targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=has_sigmoids)]
     if has_sigmoids:
@@ -450,12 +461,24 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
         span = shards.mlp.even(experts.intermediate_size) if held is None else None
         targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", span)
     if experts.shared_size:
-        shared = f"{block}.{_SHARED.get(family, 'shared_experts' if has_sigmoids else 'shared_expert')}"
+        usual = "shared_experts" if has_sigmoids else "shared_expert"
+        shared = f"{block}.{_SHARED.get(family, usual)}" if config.sandwich is None else f"{prefix}.mlp"
         span = shards.mlp.even(experts.shared_size)
         targets += _expert_targets([shared], _EXPERT_PARTS, hidden, experts.shared_size, name, "shared_", span)
-        if not has_sigmoids:
+        if not has_sigmoids and config.sandwich is None:
             targets.append(Target(f"{name}.shared_gate", (Piece(f"{shared}_gate.weight", (1, hidden)),)))
+    if config.sandwich is not None:
+        targets += _sandwich_targets(experts, hidden, prefix, f"{name}.{_SANDWICH_EXPERTS}")
     return targets
+
+
+def _sandwich_targets(experts: ExpertsConfig, hidden: int, prefix: str, name: str) -> list[Target]:
+    """Return the vectors of experts next to an MLP; those of the router are at least float32."""
+    sizes = {"factors": experts.count}
+    return [
+        Target(f"{name}{field}", (Piece(f"{prefix}.{part}", (sizes.get(field, hidden),)),), wide=part.startswith("router."))
+        for field, part in _SANDWICH_VECTORS
+    ]
 
 
 def _expert_targets(

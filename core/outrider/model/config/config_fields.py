@@ -298,6 +298,9 @@ SANDWICH: Mapping[str, Field] = MappingProxyType(
         "hidden_size_per_layer_input": whole_number(0, _MAX_WIDTH, empty=False),
         "num_kv_shared_layers": whole_number(0, MAX_LAYERS, empty=False),
         "enable_moe_block": FLAG,
+        "num_experts": whole_number(1, _MAX_EXPERTS),
+        "top_k_experts": whole_number(1, _MAX_EXPERTS),
+        "moe_intermediate_size": whole_number(1, _MAX_WIDTH),
         "use_double_wide_mlp": FLAG,
         "use_bidirectional_attention": TEXT,
     }

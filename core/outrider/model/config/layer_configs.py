@@ -91,11 +91,10 @@ SANDWICH_FAMILIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_
 
 
 def gemma4(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields of a dense Gemma 4 config. Raises :class:`ConfigError` for parts of its smaller and sparse models."""
+    """Return the fields of a Gemma 4 config. Raises :class:`ConfigError` for parts of its smaller models."""
     for name, meaning in (
         ("hidden_size_per_layer_input", "embeddings of each layer (E2B, E4B)"),
         ("num_kv_shared_layers", "keys and values that layers share (E2B, E4B)"),
-        ("enable_moe_block", "experts next to an MLP (26B-A4B)"),
     ):
         if value := getattr(hf, name, 0):
             raise ConfigError(f"{name} is {value}: {meaning} aren't done here; expected none")
@@ -121,6 +120,7 @@ def gemma4(hf: HfConfig) -> dict[str, Any]:
         "output_bias": hf.attention_bias,
         "qk_norm": True,
         "windows": windows,
+        "experts": _experts_next_to_mlps(hf) if getattr(hf, "enable_moe_block", False) else None,
         "sandwich": SandwichConfig(
             full_layers=tuple(index for index, window in enumerate(windows) if not window),
             kv_heads=kv_heads,
@@ -135,6 +135,21 @@ def gemma4(hf: HfConfig) -> dict[str, Any]:
             logit_cap=float(hf.final_logit_softcapping or 0.0),
         ),
     }
+
+
+def _experts_next_to_mlps(hf: HfConfig) -> ExpertsConfig:
+    """Return the mixture of a Gemma 4 model, next to whose experts each layer has an MLP, in the place of a shared expert."""
+    sizes = {name: getattr(hf, name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+    if None in sizes.values():
+        raise ConfigError(f"enable_moe_block is true, and the experts are {shown(sizes)}; expected three numbers")
+    return ExpertsConfig(
+        count=hf.num_experts,
+        per_token=hf.top_k_experts,
+        intermediate_size=hf.moe_intermediate_size,
+        renormalize=True,
+        shared_size=hf.intermediate_size,
+        activation="gelu_tanh",
+    )
 
 
 def sliding_config(hf: HfConfig) -> HfConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.device import AttentionShape, ClampedActivation, ConfigError, KernelSet
+from outrider.device import AttentionShape, ClampedActivation, ConfigError, ExpertActivation, KernelSet
 from outrider.model.config.rope import RopeConfig
 
 
@@ -73,13 +73,17 @@ class ExpertsConfig:
     renormalize: bool
     """True if the routing weights of a token's experts are normalized to sum to 1."""
     shared_size: int = 0
-    """Intermediate size of the shared expert, which processes every token. 0 if there is none."""
+    """Intermediate size of the shared expert, which processes every token. 0 if there is none. In a sandwich
+    (:class:`SandwichConfig`) it is the MLP next to the experts.
+    """
     dense_layers: tuple[int, ...] = ()
     """Indices of the layers that have a dense MLP of the model's intermediate size."""
     parts: int = 1
     """Number of ranks that divide the routed experts; each holds ``count / parts`` of them."""
     biases: ClampedActivation | None = None
     """The activation of experts with biases, whose router has a bias, too. None for experts without biases."""
+    activation: ExpertActivation = "silu"
+    """The activation of experts without biases."""
     sigmoid: SigmoidRouterConfig | None = None
     """A router with a correction, next to a shared expert without a gate. None for a router with a softmax alone."""
 
@@ -340,6 +344,7 @@ class ModelConfig:
         needed = {
             "attention_sinks": self.attention_sinks,
             "expert_biases": experts is not None and experts.biases is not None,
+            "expert_gelu": experts is not None and experts.activation == "gelu_tanh",
             "joint_head_norms": self.joint_qk_norm,
             "sigmoid_routing": self.routes_by_sigmoids,
         }

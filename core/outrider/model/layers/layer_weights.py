@@ -6,7 +6,7 @@ Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediat
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,21 @@ class CacheFormat:
     """
     output_scales: Tensor | None = None
     """Factors of the attention output, the scales of the values, [Hq, 1]."""
+
+
+class SandwichExpertVectors(NamedTuple):
+    """Vectors of experts next to an MLP (Gemma 4): norm weights [H], and factors of the experts [E]."""
+
+    router_norm: Tensor
+    """Norm weight of the router's input, the residual stream before the MLP; to be divided by the square root of H."""
+    input_norm: Tensor
+    """Norm weight of the experts' input, the residual stream before the MLP."""
+    output_norm: Tensor
+    """Norm weight of the experts' result."""
+    mlp_output_norm: Tensor
+    """Norm weight of the MLP's result, before the experts' is added."""
+    factors: Tensor
+    """Factors of the experts' routing weights, float32 or wider like ``router_norm``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +114,9 @@ class LayerWeights:
     attention_output_norm: Tensor | None = None
     """Norm weight [H] of attention's result; None for models without it."""
     mlp_output_norm: Tensor | None = None
-    """Norm weight [H] of the MLP's result; None for models without it."""
+    """Norm weight [H] of the MLP's result, with the experts' next to it; None for models without it."""
+    sandwich_experts: SandwichExpertVectors | None = None
+    """Vectors of routed experts next to an MLP, which is the shared expert; None for other layers."""
     output_scale: Tensor | None = None
     """Factor [1] of the residual stream after the layer; None for models without it."""
     cache: CacheFormat | None = None
@@ -225,6 +242,7 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
         gate_up=gate_up,
         down=down,
         biases=biases,
+        activation=experts.activation,
         shared=shared,
         shared_gate=weights.shared_gate,
         ranks=ranks,

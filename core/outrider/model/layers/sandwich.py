@@ -1,23 +1,31 @@
 """A decoder layer with norms before and after its halves (Gemma 4): ``x += norm(attention(norm(x)))``, the same with an MLP.
 
-Values are normalised too, the MLP's activation is GELU, and a factor scales the stream after the layer. The layer composes
-primitives of its kernel set, whatever blocks that has. Letters: T new tokens, H hidden size.
+Values are normalised too, the MLP's activation is GELU, and a factor scales the stream after the layer. Next to the MLP there
+may be routed experts. The layer composes primitives of its kernel set, whatever blocks that has.
+Letters: T new tokens, H hidden size.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from outrider.device import KernelSet, ResidualStream
-from outrider.device.kernels.blocks import attended_rows, write_heads
+from outrider.device import ExpertsBlock, KernelSet, ResidualStream
+from outrider.device.kernels.blocks import attended_rows, mixed_experts, write_heads
 from outrider.device.kernels.weights import linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.inputs import ForwardInput
-from outrider.model.layers.layer_weights import LayerWeights, attention_block, mlp_block
+from outrider.model.layers.layer_weights import (
+    LayerWeights,
+    SandwichExpertVectors,
+    attention_block,
+    experts_block,
+    mlp_block,
+)
 from outrider.model.layers.ranks import or_single_rank
 
 
@@ -29,6 +37,28 @@ class SandwichBlock(NamedTuple):
     implementation: str = "composed"
 
 
+class SandwichExperts:
+    """Routed experts next to a layer's MLP: their ``block``, whose shared expert is the MLP, and their norms."""
+
+    def __init__(self, block: ExpertsBlock, vectors: SandwichExpertVectors, kernels: KernelSet) -> None:
+        self.block = replace(block, norm=vectors.input_norm)
+        self._router_norm = vectors.router_norm * vectors.router_norm.shape[0] ** -0.5
+        self._vectors, self._kernels = vectors, kernels
+
+    def combine_with_mlp(self, rows: Tensor, result: Tensor) -> Tensor:
+        """Return the norm of the MLP's ``result`` [T, H] plus the norm of the experts' result.
+
+        ``rows`` [T, H] are the residual stream before the MLP, which experts and router read, each with a norm of its own.
+        """
+        kernels, block, vectors = self._kernels, self.block, self._vectors
+        logits = linear(kernels, kernels.rms_norm(rows, self._router_norm, block.eps), block.router)
+        shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize)
+        normed = kernels.rms_norm(rows, block.norm, block.eps)
+        mixed = mixed_experts(kernels, normed, shares * vectors.factors[chosen], chosen, block)
+        mixed = kernels.rms_norm(mixed, vectors.output_norm, block.eps)
+        return kernels.rms_norm(result, vectors.mlp_output_norm, block.eps) + mixed
+
+
 class SandwichLayer:
     """A layer of a model on one rank. ``config`` is the model's, ``weights`` have the norms of results and the factor."""
 
@@ -37,8 +67,16 @@ class SandwichLayer:
     def __init__(self, config: ModelConfig, weights: LayerWeights, kernels: KernelSet, *, window: int, index: int) -> None:
         single = or_single_rank(None)
         self._attention = attention_block(config, weights, window, single)
-        self._mlp = mlp_block(config, weights, single)
-        self.blocks = SandwichBlock("attention_block", self._attention), SandwichBlock("mlp_block", self._mlp)
+        self._experts: SandwichExperts | None = None
+        if weights.router is None or weights.sandwich_experts is None:
+            self._mlp = mlp_block(config, weights, single)
+            half = SandwichBlock("mlp_block", self._mlp)
+        else:
+            mixture = experts_block(config, weights, weights.router, single, index)
+            assert mixture.shared is not None  # the MLP
+            self._mlp, self._experts = mixture.shared, SandwichExperts(mixture, weights.sandwich_experts, kernels)
+            half = SandwichBlock("experts_block", mixture)
+        self.blocks = SandwichBlock("attention_block", self._attention), half
         assert weights.attention_output_norm is not None  # such a model's layers have both
         assert weights.mlp_output_norm is not None
         self._output_norms = weights.attention_output_norm, weights.mlp_output_norm
@@ -68,5 +106,7 @@ class SandwichLayer:
         rows.add_(kernels.rms_norm(result, self._output_norms[0], eps))
         gate, up = linear(kernels, kernels.rms_norm(rows, mlp.norm, eps), mlp.gate_up).chunk(2, dim=-1)
         result = linear(kernels, gelu(gate, approximate="tanh") * up, mlp.down)
+        if self._experts is not None:
+            result = self._experts.combine_with_mlp(rows, result)
         rows.add_(kernels.rms_norm(result, self._output_norms[1], eps))
         return ResidualStream(kernels, rows if self._output_scale is None else rows.mul_(self._output_scale))

@@ -291,6 +291,19 @@ def _clamped(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
 
 
+@triton.jit
+def _gelu_mul(gate, up, out_type: tl.constexpr):
+    """Compute the GELU of ``gate``, approximated by a hyperbolic tangent, times ``up``, rounded where the reference rounds.
+
+    ``(1 + tanh(z)) / 2`` is ``sigmoid(2 z)``.
+    """
+    TWICE_ROOT: tl.constexpr = 1.5957691216057308  # twice the square root of 2 / pi
+    gate = gate.to(out_type).to(tl.float32)
+    twice = TWICE_ROOT * (gate + 0.044715 * gate * gate * gate)
+    gate = (gate / (1.0 + tl.exp(-twice))).to(out_type).to(tl.float32)
+    return (gate * up.to(out_type).to(tl.float32)).to(out_type)
+
+
 @triton.jit(do_not_specialize=["m", "prefetched"])
 def expert_gates(
     x,
@@ -308,6 +321,7 @@ def expert_gates(
     prefetched,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    GELU: tl.constexpr,
     SORTED: tl.constexpr,
     PAIRS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -318,7 +332,8 @@ def expert_gates(
     PDL: tl.constexpr,
 ):
     """Store SwiGLU of ``x [m, k]`` with each pair's expert, ``weight [experts, 2 n, k]`` (gate, then up), to ``out [pairs,
-    n]``. With ``bias [experts, 2 n]``, which is added before, the activation is that of :func:`_clamped`.
+    n]``. If GELU, the activation is that of :func:`_gelu_mul`. With ``bias [experts, 2 n]``, which is added before, it is
+    that of :func:`_clamped`.
 
     The kernel begins late (:func:`outrider_triton.jit.dependent.begin_late`), so that the next kernel can read the pairs'
     experts at once. While tokens are still routed, the first programs prefetch columns of the first ``prefetched`` experts'
@@ -346,6 +361,8 @@ def expert_gates(
         address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
         if bias is not None:
             activated = _clamped(gate + gate_bias[:, None], up + up_bias[:, None], LIMIT, ALPHA).to(out.dtype.element_ty)
+        elif GELU:
+            activated = _gelu_mul(gate, up, out.dtype.element_ty)
         else:
             activated = swiglu(gate, up, out.dtype.element_ty)
         tl.store(address, activated, mask=column_mask & row_mask[:, None])
@@ -426,9 +443,19 @@ def add_experts(parts, weights, chosen, places, out, count, n, BLOCK: tl.constex
 
 
 @triton.jit
-def clamped_mul(gate_up, chosen, out, n, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Store :func:`_clamped` of a chunk of a pair's row of ``gate_up [pairs, 2 n]`` to ``out [pairs, n]``; one program per
-    (pair, chunk). Pairs without an expert have no result.
+def activate_pairs(
+    gate_up,
+    chosen,
+    out,
+    n,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Store :func:`_clamped` of a chunk of a pair's row of ``gate_up [pairs, 2 n]`` to ``out [pairs, n]``, or if GELU
+    :func:`_gelu_mul`; one program per (pair, chunk). Pairs without an expert have no result.
     """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -436,7 +463,11 @@ def clamped_mul(gate_up, chosen, out, n, LIMIT: tl.constexpr, ALPHA: tl.constexp
     inside = (lane < n) & (tl.load(chosen + row) >= 0)
     gate = tl.load(gate_up + row * 2 * n + lane, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * n + n + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * n + lane, _clamped(gate, up, LIMIT, ALPHA).to(out.dtype.element_ty), mask=inside)
+    if GELU:
+        activated = _gelu_mul(gate, up, out.dtype.element_ty)
+    else:
+        activated = _clamped(gate, up, LIMIT, ALPHA).to(out.dtype.element_ty)
+    tl.store(out + row * n + lane, activated, mask=inside)
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from outrider.device.kernels.reference.model import dequantize, quantize_activations, silu_mul
 
@@ -73,11 +74,21 @@ def clamped_mul(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(gate_up.dtype)
 
 
-def _activated(gate_up: Tensor, own: Tensor, bias: Tensor | None, limit: float, alpha: float) -> Tensor:
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Return the GELU [..., I] of the first half of ``gate_up`` [..., 2 I], approximated by a hyperbolic tangent, times the
+    second half.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate, approximate="tanh") * up
+
+
+def _activated(gate_up: Tensor, own: Tensor, bias: Tensor | None, limit: float, alpha: float, activation: str) -> Tensor:
     """Return the activation of ``gate_up`` [blocks, rows, 2 I], the products of the experts ``own`` [blocks]: that of
     :func:`clamped_mul` if the experts have a ``bias`` [E, 2 I].
     """
-    return silu_mul(gate_up) if bias is None else clamped_mul(_with_bias(gate_up, own, bias), limit, alpha)
+    if bias is not None:
+        return clamped_mul(_with_bias(gate_up, own, bias), limit, alpha)
+    return gelu_mul(gate_up) if activation == "gelu_tanh" else silu_mul(gate_up)
 
 
 def _with_bias(products: Tensor, own: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,13 +106,14 @@ def experts(
     down_bias: Tensor | None = None,
     limit: float = 0.0,
     alpha: float = 0.0,
+    activation: str = "silu",
 ) -> Tensor:
     """Return the weighted sum [T, H] of the outputs of each token's experts. See ``KernelSet.experts``."""
     expert_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
 
     def multiply(rows: Tensor, own: Tensor) -> Tensor:
         both, second = torch.bmm(rows, gate_up.index_select(0, own).mT), down.index_select(0, own).mT
-        activated = _activated(both, own, gate_up_bias, limit, alpha)
+        activated = _activated(both, own, gate_up_bias, limit, alpha, activation)
         return _with_bias(torch.bmm(activated, second), own, down_bias)
 
     return _mixed(x, weights, chosen, multiply, count=gate_up.shape[0], expert_bytes=expert_bytes)
@@ -130,6 +142,7 @@ def experts_quantized(
     down_bias: Tensor | None = None,
     limit: float = 0.0,
     alpha: float = 0.0,
+    activation: str = "silu",
 ) -> Tensor:
     """Compute :func:`experts` with the dequantized weights of a block's experts.
 
@@ -156,7 +169,8 @@ def experts_quantized(
 
     def multiply(rows: Tensor, own: Tensor) -> Tensor:
         first = dequantized(own, gate_up, gate_up_scales, gate_up_zeros, gate_up_block, (2 * inner, hidden))
-        activated = _activated(torch.bmm(quantized(rows, gate_up_input), first.mT), own, gate_up_bias, limit, alpha)
+        both = torch.bmm(quantized(rows, gate_up_input), first.mT)
+        activated = _activated(both, own, gate_up_bias, limit, alpha, activation)
         second = dequantized(own, down, down_scales, down_zeros, down_block, (hidden, inner))
         return _with_bias(torch.bmm(quantized(activated, down_input), second.mT), own, down_bias)
 

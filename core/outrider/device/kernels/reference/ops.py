@@ -89,7 +89,7 @@ def _mixed(
     down: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    *activation: float,
+    *activation: float | str,
 ) -> Tensor:
     """Check the operands of experts; return an empty tensor like their result."""
     del activation
