@@ -25,6 +25,7 @@ from outrider.device import DeltaRuleWeights
 from outrider.errors import CheckpointError
 from outrider.model.checkpoint.expert_stacks import STACKS
 from outrider.model.checkpoint.files import Piece, Target, TensorSlice
+from outrider.model.config.layer_configs import SANDWICH_FAMILIES
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
 from outrider.model.layers.layer_weights import LayerWeights, SandwichExpertVectors
@@ -379,7 +380,7 @@ def nest_records(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 _EXPERT_PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-_ROUTERS = MappingProxyType({"gpt_oss": "router", "hy_v3": "router.gate"})
+_ROUTERS = MappingProxyType({**dict.fromkeys(SANDWICH_FAMILIES, "router.proj"), "gpt_oss": "router", "hy_v3": "router.gate"})
 _CORRECTIONS = MappingProxyType(
     {
         "ernie4_5_moe": "moe_statics.e_score_correction_bias",
@@ -387,7 +388,7 @@ _CORRECTIONS = MappingProxyType(
         "minimax_m2": "e_score_correction_bias",
     }
 )
-_SHARED = MappingProxyType({"hy_v3": "shared_mlp"})
+_SHARED = MappingProxyType({**dict.fromkeys(SANDWICH_FAMILIES, "mlp"), "hy_v3": "shared_mlp"})
 """Names of routers, of their corrections and of shared experts within a layer's block of experts, where these are unusual."""
 _MIXTRAL_FAMILIES = ("mixtral", "minimax_m2")
 _SANDWICH_VECTORS = (
@@ -425,6 +426,8 @@ def has_router(config: ModelConfig, prefix: str, present: Container[str]) -> boo
 
 def _experts_name(config: ModelConfig, prefix: str, present: Container[str]) -> str:
     """Return the name of a layer's block of experts, for a layer called ``prefix`` in the checkpoint."""
+    if config.sandwich is not None:
+        return prefix
     has_own_name = config.family in _MIXTRAL_FAMILIES and f"{prefix}.mlp.gate.weight" not in present
     return f"{prefix}.block_sparse_moe" if has_own_name else f"{prefix}.mlp"
 
@@ -440,8 +443,6 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
     hidden, family = config.hidden_size, config.family
     block = _experts_name(config, prefix, present)
     router = f"{block}.{_ROUTERS.get(family, 'gate')}"
-    if config.sandwich is not None:
-        block, router = prefix, f"{prefix}.router.proj"
     has_sigmoids, shape = config.routes_by_sigmoids, (experts.count, hidden)
     targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=has_sigmoids)]
     if has_sigmoids:
@@ -454,15 +455,17 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
         targets += _stacked_targets(experts, hidden, f"{block}.experts", name, shards)
     else:
         first = f"{block}.experts.0"
-        has_usual_names = block == f"{prefix}.mlp" or any(f"{first}.{part}" in present for part in _EXPERT_PARTS)
-        parts = _EXPERT_PARTS if has_usual_names else _MIXTRAL_PARTS
+        has_own_names = block.endswith(".block_sparse_moe") and not any(
+            f"{first}.{part}" in present for part in _EXPERT_PARTS
+        )
+        parts = _MIXTRAL_PARTS if has_own_names else _EXPERT_PARTS
         held = shards.held_experts(experts.count)
         each = [f"{block}.experts.{expert}" for expert in range(*(held or (0, experts.count)))]
         span = shards.mlp.even(experts.intermediate_size) if held is None else None
         targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", span)
     if experts.shared_size:
         usual = "shared_experts" if has_sigmoids else "shared_expert"
-        shared = f"{block}.{_SHARED.get(family, usual)}" if config.sandwich is None else f"{prefix}.mlp"
+        shared = f"{block}.{_SHARED.get(family, usual)}"
         span = shards.mlp.even(experts.shared_size)
         targets += _expert_targets([shared], _EXPERT_PARTS, hidden, experts.shared_size, name, "shared_", span)
         if not has_sigmoids and config.sandwich is None:
