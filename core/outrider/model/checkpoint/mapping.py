@@ -14,7 +14,7 @@ experts: E experts, I intermediate size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -25,9 +25,9 @@ from outrider.device import DeltaRuleWeights
 from outrider.errors import CheckpointError
 from outrider.model.checkpoint.expert_stacks import STACKS
 from outrider.model.checkpoint.files import Piece, Target, TensorSlice
-from outrider.model.config.model_config import ExpertsConfig, ModelConfig
+from outrider.model.config.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
-from outrider.model.layers.layer_weights import LayerWeights
+from outrider.model.layers.layer_weights import LatentWeights, LayerWeights
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization.storages import PACKED
 
@@ -41,6 +41,8 @@ SINGLE_RANK = Shards()
 
 _QKV, _OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
 _GATE_UP, _DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+_RECURRENT, _LATENT = "recurrent.", "latent."
+"""Prefixes of the names of weights that a layer has in a record of their own."""
 _SANDWICH_NORMS = (
     ("attention_output_norm", "post_attention_layernorm"),
     ("mlp_norm", "pre_feedforward_layernorm"),
@@ -114,7 +116,9 @@ def layer_targets(
         targets.append(Target(f"{name}.output_scale", (Piece(f"{prefix}.layer_scalar", (1,)),)))
     query, key, value = _QKV
     parts = (query, key, key if config.values_are_keys else value)
-    if attends:
+    if config.latent is not None:
+        targets += latent_targets(config, config.latent, f"{prefix}.self_attn", name, shards)
+    elif attends:
         qkv = weight("qkv", *parts)
         targets.append(gated_queries(qkv, config, shards) if config.attention_gate else qkv)
         targets.append(weight("output", _OUTPUT))
@@ -139,11 +143,37 @@ def layer_targets(
     return targets
 
 
+def latent_targets(config: ModelConfig, latent: LatentConfig, stem: str, name: str, shards: Shards) -> list[Target]:
+    """Return the weights of latent attention of the layer ``name``; ``stem`` is the prefix of their names in the checkpoint."""
+    first, last = shards.heads(config)
+
+    def own(size: int) -> TensorSlice | None:
+        """Return this rank's rows of a product that has ``size`` rows per head; None for all rows."""
+        return None if last - first == config.num_heads else TensorSlice(0, first * size, last * size)
+
+    heads, hidden, up_rows = config.num_heads, config.hidden_size, latent.unrotated_size + latent.value_size
+    queries = Piece(f"{stem}.q_proj.weight", (heads * latent.head_size, hidden), own(latent.head_size))
+    targets = [
+        Target(f"{name}.{_LATENT}kv_norm", (Piece(f"{stem}.kv_a_layernorm.weight", (latent.rank,)),)),
+        Target(f"{name}.{_LATENT}kv_up", (Piece(f"{stem}.kv_b_proj.weight", (heads * up_rows, latent.rank), own(up_rows)),)),
+    ]
+    if latent.query_rank:
+        expanded = replace(queries, key=f"{stem}.q_b_proj.weight", shape=(queries.shape[0], latent.query_rank))
+        queries = Piece(f"{stem}.q_a_proj.weight", (latent.query_rank, hidden))
+        targets.append(Target(f"{name}.{_LATENT}q_norm", (Piece(f"{stem}.q_a_layernorm.weight", (latent.query_rank,)),)))
+        targets.append(Target(f"{name}.{_LATENT}q_up", (expanded,)))
+    vectors = Piece(f"{stem}.kv_a_proj_with_mqa.weight", (latent.rank + latent.rotated_size, hidden))
+    columns = as_columns(own(latent.value_size))
+    output = Piece(f"{stem}.o_proj.weight", (hidden, heads * latent.value_size), columns)
+    return [Target(f"{name}.qkv", (queries, vectors)), Target(f"{name}.output", (output,)), *targets]
+
+
 def layer_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | None = None) -> LayerWeights:
     """Return a layer's weights from the loaded tensors. ``experts`` is the config of a layer that is a mixture."""
     prefix = f"{name}."
     fields = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    return LayerWeights(**nest_recurrent(fields if experts is None else stack_experts(experts, fields)))
+    fields = nested(nested(fields, _RECURRENT, DeltaRuleWeights), _LATENT, LatentWeights)
+    return LayerWeights(**(fields if experts is None else stack_experts(experts, fields)))
 
 
 def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> Target:
@@ -270,7 +300,6 @@ def is_unused_tensor(key: str) -> bool:
 
 _FUSED_PARTS = ("in_proj_qkvz", "in_proj_ba")
 _STORED_WEIGHTS = ("weight", "weight_packed", "qweight")
-_RECURRENT = "recurrent."
 _OFFSET_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm", "token_norm", "hidden_norm")
 
 
@@ -351,15 +380,13 @@ def offset_norms(config: ModelConfig, targets: Iterable[Target]) -> Iterator[Tar
         yield replace(target, wide=True, offset=config.norm_offset) if config.norm_offset and is_norm else target
 
 
-def nest_recurrent(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a layer's weights by field, with those of its recurrent block moved into one
-    :class:`DeltaRuleWeights` record.
-    """
-    inner = {key.removeprefix(_RECURRENT): value for key, value in fields.items() if key.startswith(_RECURRENT)}
+def nested(fields: dict[str, Any], prefix: str, record: Callable[..., Any]) -> dict[str, Any]:
+    """Return a layer's weights by field, with those whose names begin with ``prefix`` moved into one ``record``."""
+    inner = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     if not inner:
         return fields
-    outer = {key: value for key, value in fields.items() if not key.startswith(_RECURRENT)}
-    return outer | {"recurrent": DeltaRuleWeights(**inner)}
+    outer = {key: value for key, value in fields.items() if not key.startswith(prefix)}
+    return outer | {prefix.rstrip("."): record(**inner)}
 
 
 # -- mixtures of experts -----------------------------------------------------------------------------------------------
@@ -400,9 +427,9 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
     mixtral_names = config.family == "mixtral" and f"{prefix}.mlp.gate.weight" not in present
     block = f"{prefix}.block_sparse_moe" if mixtral_names else f"{prefix}.mlp"
     router = f"{block}.{_ROUTERS.get(config.family, 'gate')}"
-    has_sigmoids, shape = config.routes_by_sigmoids, (experts.count, hidden)
-    targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=has_sigmoids)]
-    if has_sigmoids:
+    as_deepseek, shape = config.has_deepseek_experts, (experts.count, hidden)
+    targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=as_deepseek)]
+    if config.routes_by_sigmoids:
         correction = Piece(f"{router}.e_score_correction_bias", (experts.count,))
         targets.append(Target(f"{name}.router_correction", (correction,), wide=True))
     if experts.biases is not None:
@@ -418,10 +445,10 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
         span = shards.mlp.even(experts.intermediate_size) if held is None else None
         targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", span)
     if experts.shared_size:
-        shared = f"{block}.shared_expert{'s' if has_sigmoids else ''}"
+        shared = f"{block}.shared_expert{'s' if as_deepseek else ''}"
         span = shards.mlp.even(experts.shared_size)
         targets += _expert_targets([shared], _EXPERT_PARTS, hidden, experts.shared_size, name, "shared_", span)
-        if not has_sigmoids:
+        if not as_deepseek:
             targets.append(Target(f"{name}.shared_gate", (Piece(f"{shared}_gate.weight", (1, hidden)),)))
     return targets
 

@@ -204,6 +204,24 @@ SIGMOID_EXPERTS: Mapping[str, Field] = MappingProxyType(
         "num_nextn_predict_layers": whole_number(0, MAX_LAYERS),
     }
 )
+_HEAD_PART = whole_number(1, 1 << 14, empty=False)
+_LATENT_SIGMOID: Mapping[str, Field] = MappingProxyType(
+    {
+        **SIGMOID_EXPERTS,
+        "kv_lora_rank": _WIDTH,
+        "q_lora_rank": whole_number(1, _MAX_WIDTH),
+        "qk_rope_head_dim": _HEAD_PART,
+        "qk_nope_head_dim": _HEAD_PART,
+        "v_head_dim": _HEAD_PART,
+        "rope_interleave": FLAG,
+        "mlp_layer_types": list_of(choice("dense", "sparse")),
+        "moe_layer_freq": choice_of(1),
+    }
+)
+_ROUTER = ("n_group", "topk_group", "routed_scaling_factor", "scoring_func", "topk_method")
+_LATENT_SOFTMAX: Mapping[str, Field] = MappingProxyType(
+    {**_LATENT_SIGMOID, **{name: EXPERTS[name] for name in _ROUTER}, "norm_topk_prob": choice_of(False)}
+)
 BIASED_EXPERTS: Mapping[str, Field] = MappingProxyType(
     {**EXPERTS, "swiglu_limit": number(0.01, 1e4, empty=False), "swiglu_alpha": number(0.01, 1e4, empty=False)}
 )
@@ -302,6 +320,8 @@ FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _with_vision(TEXT_MODEL)),
         "gpt_oss": BIASED_EXPERTS,
         **dict.fromkeys(("dots1", "glm4_moe"), SIGMOID_EXPERTS),
+        **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _LATENT_SIGMOID),
+        "deepseek_v2": _LATENT_SOFTMAX,
         **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), SANDWICH),
         **dict.fromkeys(("gemma4", "gemma4_unified"), MappingProxyType({**SANDWICH, "text_config": record(SANDWICH)})),
         "qwen3_vl_moe": _with_vision(EXPERTS),
