@@ -129,8 +129,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 8,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 20,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 40,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
@@ -140,7 +140,7 @@ _LATENT: dict[str, Any] = {
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LATENT: dict[str, dict[str, Any]] = {
-    "glm4_moe_lite": {**_LATENT, "v_head_dim": 24, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.8},
+    "glm4_moe_lite": {**_LATENT, "v_head_dim": 24, "rms_norm_eps": 0.05, "routed_scaling_factor": 1.8},
     "glm4_moe_lite-q": {
         **_LATENT,
         "model_type": "glm4_moe_lite",

@@ -85,12 +85,12 @@ def with_head(source, target, model, **config):
     return head.eval()
 
 
-def test_the_head_in_the_checkpoint_drafts_as_in_transformers(tmp_path, backend, glm):
-    path, model = glm
-    oracle = with_head(path, tmp_path, model)
-    assert Speculation.with_defaults(None, model=tmp_path, draft=None, draft_tokens=3).kind == "mtp"
+def drafts_as_in_transformers(path, target, backend, model):
+    """The checkpoint with a head in ``target``: the head's states are those of transformers' layer, and the tokens agree."""
+    oracle = with_head(path, target, model)
+    assert Speculation.with_defaults(None, model=target, draft=None, draft_tokens=3).kind == "mtp"
     config = plain_config(dtype="float32", max_context=128, page_size=4, prefill_chunk=9, draft_tokens=3)
-    engine = Engine.from_checkpoint(tmp_path, backend, speculate="mtp", config=config)
+    engine = Engine.from_checkpoint(target, backend, speculate="mtp", config=config)
     head, prompt = engine.proposer.head, [number % model.config.vocab_size for number in range(3, 60, 5)]
     driver = Driver(engine.model)
     states = driver.hidden([(driver.sequence(), prompt)])
@@ -106,7 +106,11 @@ def test_the_head_in_the_checkpoint_drafts_as_in_transformers(tmp_path, backend,
     model.generation_config.eos_token_id = None
     (found,) = engine.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
     assert list(found.token_ids) == expect(model, prompt, NEW_TOKENS)[0]
-    agree(tmp_path, backend, model)  # the head is ignored without speculation
+    agree(target, backend, model)  # the head is ignored without speculation
+
+
+def test_the_head_in_the_checkpoint_drafts_as_in_transformers(tmp_path, backend, glm):
+    drafts_as_in_transformers(glm[0], tmp_path, backend, glm[1])
 
 
 def test_a_head_at_another_place_is_refused_by_name(tmp_path, backend, glm):

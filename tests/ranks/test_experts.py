@@ -75,9 +75,10 @@ def test_biases_are_added_once_over_all_ranks(layout, biased):
     assert run(layout, create, tokens) == wanted
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite-q", "deepseek_v3"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_ranks_route_by_sigmoids_over_all_experts(layout, tmp_path):
-    write_checkpoint(tmp_path, "glm4_moe")
+def test_ranks_route_by_sigmoids_over_all_experts(layout, family, tmp_path):
+    write_checkpoint(tmp_path, family)
 
     def create(ranks):
         model = load_decoder(tmp_path, backend=ranks.backend, dtype=torch.float64, ranks=ranks.model)

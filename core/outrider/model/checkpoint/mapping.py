@@ -144,7 +144,7 @@ def layer_targets(
 
 
 def latent_targets(config: ModelConfig, latent: LatentConfig, stem: str, name: str, shards: Shards) -> list[Target]:
-    """Return the weights of latent attention of the layer ``name``; ``stem`` is the prefix of their names in the checkpoint."""
+    """Return the weights of latent attention of the layer ``name``, whose names begin with ``stem`` in the checkpoint."""
     first, last = shards.heads(config)
 
     def own(size: int) -> TensorSlice | None:

@@ -1,4 +1,4 @@
-"""Config fields of mixtures of experts, latent attention and recurrent layers, and the reasons why some families are not supported.
+"""Config fields of mixtures of experts, latent attention and recurrent layers; and reasons why families aren't supported.
 
 Hybrid models alternate recurrent layers with a gated delta rule and layers with attention.
 """
@@ -25,13 +25,13 @@ from outrider.model.config.rope import RopeConfig
 
 RUN_THROUGH_TRANSFORMERS = ("exaone_moe", "ernie4_5_moe", "minimax_m2")
 """Families of :data:`REFUSED` that the transformers fallback may run."""
-_SPARSE_ATTENTION = "its attention chooses the keys that a token sees by an index, which isn't done here or through transformers"
+_SPARSE_ATTENTION = "its attention chooses the keys that each token sees; neither is this done here nor through transformers"
 _DIFFERENT = "its attention or its router differs from those that are done here"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE_ATTENTION),
-        "kimi_k25": "it has a vision tower, and its text model runs from a checkpoint of kimi_k2 alone",
-        "longcat_flash": "each of its layers has two attentions and experts without weights, which aren't done here",
+        "kimi_k25": "it has a vision tower, which isn't done here; of its text model's kind, kimi_k2 runs",
+        "longcat_flash": "its layers have two attentions each, and experts without weights, which aren't done here",
         **dict.fromkeys(RUN_THROUGH_TRANSFORMERS, _DIFFERENT),
         "qwen4_exp": "its layers aren't those of Qwen3.5, and they aren't done here",
     }
@@ -194,11 +194,11 @@ def glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
 
 
 def _latent_attention(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
-    """Return the fields of latent attention. Raises :class:`ConfigError` for keys that are no head's own, and for biases."""
+    """Return the fields of latent attention. Raises :class:`ConfigError` for heads that share keys, and for biases."""
     if hf.num_key_value_heads != hf.num_attention_heads or hf.attention_bias:
         raise ConfigError(
-            f"num_key_value_heads is {hf.num_key_value_heads} and attention_bias {hf.attention_bias}, expected as many as the "
-            f"{hf.num_attention_heads} heads and no biases: latent attention expands a key of each head"
+            f"num_key_value_heads is {hf.num_key_value_heads} and attention_bias {hf.attention_bias}; expected "
+            f"{hf.num_attention_heads}, since latent attention expands a key for each head, and no biases"
         )
     latent = LatentConfig(
         query_rank=hf.q_lora_rank or 0,

@@ -51,7 +51,7 @@ class SandwichConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentConfig:
     """Sizes of attention whose queries, keys and values are expanded from latent vectors (DeepSeek-V2). Raises
-    :class:`ConfigError` for impossible sizes.
+    :class:`ConfigError` for values that are larger than keys.
     """
 
     query_rank: int
@@ -68,10 +68,10 @@ class LatentConfig:
     """True if neighbouring dimensions rotate together, False if each rotates with the one half of them further on."""
 
     def __post_init__(self) -> None:
-        if self.value_size > self.head_size or self.rotated_size % 2:
+        if self.value_size > self.head_size:
             raise ConfigError(
-                f"model config: v_head_dim is {self.value_size} and qk_rope_head_dim {self.rotated_size}; expected values of "
-                f"at most the size of keys, {self.head_size}, and an even number of rotated dimensions"
+                f"model config: values have {self.value_size} dimensions (v_head_dim), expected at most those of a key, "
+                f"{self.head_size}"
             )
 
     @property
