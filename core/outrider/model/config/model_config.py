@@ -79,6 +79,12 @@ class LatentConfig:
         """Number of dimensions of a head's query and key."""
         return self.rotated_size + self.unrotated_size
 
+    def prompt_values(self, heads: int) -> int:
+        """Return the number of values, in the model's dtype, that attention with ``heads`` heads holds for each prompt token
+        while it expands latent vectors: the products, both concatenated, and queries, keys and values in their order.
+        """
+        return heads * (5 * self.head_size + 2 * (self.unrotated_size + self.value_size))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SigmoidRouterConfig:
