@@ -17,7 +17,7 @@ from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
 from outrider.device import QuantizedWeight
 from outrider.errors import CheckpointError
-from outrider.model import Decoder, KVCache, load_decoder
+from outrider.model import Decoder, KVCache, RopeConfig, load_decoder
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider.registry import get_backend
 from outrider_proof.tiny import plain_config
@@ -112,6 +112,13 @@ def test_pages_have_expanded_keys_and_values(backend, deepseek):
     assert KVCache.page_bytes(config, page_size=4, dtype=torch.float32) == 3 * 2 * 4 * 4 * 24 * 4
     temperature = 1 + 0.1 * 1.3 * torch.tensor(4.0).log().item()
     assert config.attention_scale == pytest.approx(24**-0.5 * temperature**2)
+
+
+def test_a_share_of_two_sizes_rotates_as_many_dimensions():
+    """The quotient of two sizes times one of them may be less than the other."""
+    sizes = [(rotated, size) for size in range(4, 258, 2) for rotated in range(2, size + 1, 2)]
+    assert any(int(size * (rotated / size)) < rotated for rotated, size in sizes)
+    assert all(RopeConfig(rotated_share=rotated / size).rotated_size(size) == rotated for rotated, size in sizes)
 
 
 def plainly(record):

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1): queries, keys and values are expanded from latent vectors.
 
 The expanded keys and values are cached like those of other models. A head's dimensions are ordered for the rotation, which
-turns the first ones, and values are padded with zeros to the size of keys. Attention is then that of any other layer.
+turns the first ones, and values are padded to the size of keys. Attention is then that of any other layer.
 
-Letters: T new tokens, S kept rows, H hidden size, Hq heads, D head size, Dv value size, Dr rotated dimensions of a head.
+Letters: T new tokens, H hidden size, Hq heads, D head size.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ class LatentAttention:
         if weights.q_norm is not None and weights.q_up is not None:
             queries = linear(kernels, kernels.rms_norm(queries, weights.q_norm, _EPS), weights.q_up)
         expanded = linear(kernels, kernels.rms_norm(vector, weights.kv_norm, _EPS), weights.kv_up)
-        zeros = normed.new_zeros((normed.shape[0], 1))
-        return torch.cat((queries, expanded, rotated_key, zeros), dim=1).index_select(1, self._columns)
+        return torch.cat((queries, expanded, rotated_key), dim=1).index_select(1, self._columns)
 
 
 def head_columns(latent: LatentConfig, heads: int) -> Tensor:
     """Return the column, int64 [3 Hq D], that each dimension of queries, keys and values is read from.
 
-    The columns hold each head's query, each head's key without its rotated dimensions and value, the rotated dimensions of
-    the key, and a zero. In a stored query, the rotated dimensions follow the others, and may be in pairs of neighbours.
+    The columns hold each head's query, each head's key without its rotated dimensions and value, and the rotated dimensions
+    of the key. In a stored query, the rotated dimensions follow the others, and may be in pairs of neighbours.
     """
     unrotated, rotated, size = latent.unrotated_size, latent.rotated_size, latent.head_size
     order = torch.arange(rotated)
@@ -71,7 +70,7 @@ def head_columns(latent: LatentConfig, heads: int) -> Tensor:
     expanded = heads * size + torch.arange(heads * (unrotated + latent.value_size)).view(heads, -1)
     keys, values = expanded.split((unrotated, latent.value_size), dim=1)
     first = heads * size + expanded.numel()  # of the key's rotated dimensions
-    padding = torch.full((heads, size - latent.value_size), first + rotated)
+    padding = torch.full((heads, size - latent.value_size), first)  # any column: what attention makes of it is dropped
     return torch.cat(
         (
             (torch.arange(heads).unsqueeze(1) * size + query).flatten(),
