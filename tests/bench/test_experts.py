@@ -47,7 +47,7 @@ def test_random_weights_of_latent_attention_are_counted_and_quantised():
     hidden, inner, vocabulary = shape.hidden_size, shape.intermediate_size, shape.vocab_size
     down, up = (12 + 20 + 8) * hidden, 4 * 24 * 12 + 4 * (16 + 16) * 20
     weights = down + up + 4 * 16 * hidden + 3 * inner * hidden + vocabulary * hidden + 12 + 20 + 3 * hidden
-    expanded = 2 * 4 * 24  # as they are cached, values with zeros after them
+    expanded = 2 * 4 * 24  # of the cached keys and padded values
     assert iteration_bytes(engine, batch=2, context=10) == 4 * (weights + 2 * 10 * expanded)
     products = down + up + 4 * 16 * hidden + 3 * inner * hidden + vocabulary * hidden
     assert iteration_cost(engine, batch=2, context=10).operations == 2 * (2 * products + 4 * 4 * 24 * 10)

@@ -1,10 +1,13 @@
 """Ranks that share every expert of a mixture, and ranks that divide the experts (expert parallelism)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from threads import run
 
 from model.hybrid_checkpoints import MtpOracle, greedy, random_model, save
+from model.test_sigmoid_routers import with_head
 from outrider import Engine, SamplingParams
 from outrider.disaggregation.codec import server_fit
 from outrider.engine.ranks.ranks import ParallelConfig
@@ -110,6 +113,21 @@ def test_a_head_with_experts_divides_them_too(tmp_path):
         return engine
 
     assert run(LAYOUTS["data, divided"], load, tokens)[0][:4] == tuple(greedy(model, PROMPTS[0], 4))
+
+
+def test_a_head_with_latent_attention_is_shared_out_too(tmp_path):
+    """From a checkpoint of GLM-4.7-Flash, whose head is stored as one more layer."""
+    plain = tmp_path / "plain"
+    with_head(plain, tmp_path / "head", write_checkpoint(plain, "glm4_moe_lite"))
+    config = replace(CONFIG, draft_tokens=2, dtype="float32")
+
+    def load(ranks):
+        engine = Engine.from_checkpoint(tmp_path / "head", ranks.backend, speculate="mtp", config=config, ranks=ranks)
+        assert engine.proposer.head.config.num_heads == 2
+        return engine
+
+    alone = Engine.from_checkpoint(tmp_path / "head", tiny.BACKEND, config=config)
+    assert run(LAYOUTS["tensor, divided"], load, tokens) == tokens(alone)
 
 
 @pytest.mark.slow
