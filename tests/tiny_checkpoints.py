@@ -174,6 +174,63 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """Families with experts, and what their configs may say."""
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+LATENT: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {**_LATENT, "v_head_dim": 24, "rms_norm_eps": 0.05, "routed_scaling_factor": 1.8},
+    "glm4_moe_lite-q": {
+        **_LATENT,
+        "model_type": "glm4_moe_lite",
+        "q_lora_rank": None,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_interleave": False,
+    },
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v2-q": {
+        **_LATENT,
+        "model_type": "deepseek_v2",
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 1,
+        "rope_parameters": {**_YARN, "mscale": 1.3},
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_mtp_layers": 0,
+        "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    },
+    "deepseek_v3-dense": {
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 3,
+        "rope_interleave": False,
+        "num_mtp_layers": 0,
+        "tie_word_embeddings": True,
+    },
+}
+"""Families with latent attention."""
+
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
@@ -228,7 +285,7 @@ def tiny_config(name: str, **overrides: Any) -> Any:
 
     ``name`` is one of the families here, or a family of transformers that needs no further fields.
     """
-    fields = SHAPE | (FAMILIES | SANDWICHES | MIXTURES | OTHER_FAMILIES).get(name, {}) | overrides
+    fields = SHAPE | (FAMILIES | SANDWICHES | MIXTURES | LATENT | OTHER_FAMILIES).get(name, {}) | overrides
     family = fields.pop("model_type", name)
     if family in ("gpt_neox", "gpt2"):  # they have as many keys as queries, and no field for it
         del fields["num_key_value_heads"]

@@ -11,10 +11,11 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, QuantizedWeight
 from outrider.model import EagleHead
 from outrider.model.config.checkpoint_config import read_model_config
+from outrider.model.config.model_config import LatentConfig
 from outrider.model.config.shapes import SHAPES, shape_config
-from outrider_bench.limits import iteration_bytes
+from outrider_bench.limits import iteration_bytes, iteration_cost
 from outrider_bench.random_checkpoint import checkpoint_config
-from outrider_bench.random_weights import RandomQuantization, random_decoder, random_eagle
+from outrider_bench.random_weights import RandomQuantization, random_decoder, random_eagle, random_mtp
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import write_checkpoint as write_model
@@ -36,6 +37,26 @@ def test_random_weights_have_experts_and_their_head_has_none():
     head = random_eagle(model, backend=tiny.BACKEND)
     assert isinstance(head, EagleHead)
     assert head.config.experts is None
+
+
+def test_random_weights_of_latent_attention_are_counted_and_quantised():
+    latent = LatentConfig(query_rank=12, rank=20, rotated_size=8, unrotated_size=16, value_size=16, interleaved=True)
+    shape = SHAPES["tiny"]
+    small = replace(shape, latent=latent, num_layers=1, windows=(0,), num_kv_heads=4, head_size=24)
+    model = random_decoder(small, backend=tiny.BACKEND, dtype=torch.float32)
+    engine = Engine(model, tiny.BACKEND, config=plain_config(max_context=32))
+    hidden, inner, vocabulary = shape.hidden_size, shape.intermediate_size, shape.vocab_size
+    down, up = (12 + 20 + 8) * hidden, 4 * 24 * 12 + 4 * (16 + 16) * 20
+    weights = down + up + 4 * 16 * hidden + 3 * inner * hidden + vocabulary * hidden + 12 + 20 + 3 * hidden
+    expanded = 2 * 4 * 24  # of the cached keys and padded values
+    assert iteration_bytes(engine, batch=2, context=10) == 4 * (weights + 2 * 10 * expanded)
+    products = down + up + 4 * 16 * hidden + 3 * inner * hidden + vocabulary * hidden
+    assert iteration_cost(engine, batch=2, context=10).operations == 2 * (2 * products + 4 * 4 * 24 * 10)
+    assert random_mtp(model, backend=tiny.BACKEND).config.latent == latent
+    assert random_eagle(model, backend=tiny.BACKEND).config.latent is None
+    quantization = RandomQuantization(name="int8", head=False)
+    layer = random_decoder(small, backend=tiny.BACKEND, dtype=torch.float32, quantization=quantization).weights.layers[0]
+    assert all(isinstance(each, QuantizedWeight) for each in (layer.qkv, layer.output, layer.latent.q_up, layer.latent.kv_up))
 
 
 def test_random_biases_are_zeros():

@@ -17,6 +17,7 @@ from outrider.model.config.shapes import shape_config
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import write_checkpoint
 
 CONFIG = plain_config(max_requests=3, max_context=64, page_size=4, prefill_chunk=16, state_checkpoints=2)
 
@@ -61,6 +62,16 @@ def test_the_work_of_a_prompt_counts_recurrent_layers(hybrid):
     wide = replace(plan, config=replace(plan.config, recurrent=replace(plan.config.recurrent, value_size=1024)))
     less, more = (collect_facts(tiny.BACKEND, each, NonSpeculativeProposer()) for each in (plan, wide))
     assert more.prompt_token_bytes > less.prompt_token_bytes
+
+
+def test_the_work_of_a_prompt_counts_expanded_keys_and_values(tmp_path):
+    """Queries, keys and values of four heads of 64, and the products that they are gathered from."""
+    write_checkpoint(tmp_path, "deepseek_v3", qk_nope_head_dim=56, v_head_dim=32)
+    plan = plan_decoder(tmp_path, backend=tiny.BACKEND, dtype=torch.float32)
+    assert plan.weight_bytes == size(tensors_of(plan.load().weights).values())
+    work = 4 * (3 * 64 + 2 * (64 + 56 + 32))
+    facts = collect_facts(tiny.BACKEND, plan, NonSpeculativeProposer())
+    assert facts.prompt_token_bytes == 4 * (6 * plan.config.hidden_size + work)
 
 
 def test_the_memory_of_states_counts_the_windows_of_requests(hybrid):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.device.kernels.formats import INT8_LARGEST
 
-LINEARS = ("_proj", "fc", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3")
+LINEARS = ("_proj", "_with_mqa", "fc", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3")
 
 
 def is_linear(key, head):

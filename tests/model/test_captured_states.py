@@ -47,7 +47,7 @@ for _name in kernel_names():
         setattr(Recording, _name, recorded(_name))
 
 
-@pytest.fixture(params=["llama", "qwen3", "qwen3_moe", "quantised", "ranks"])
+@pytest.fixture(params=["llama", "qwen3", "qwen3_moe", "deepseek_v3", "quantised", "ranks"])
 def model(request, tmp_path):
     """A decoder over kernels that record their calls, and transformers' states of the prompt in it."""
     kind = request.param

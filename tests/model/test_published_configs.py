@@ -1,13 +1,15 @@
 """config.json as published checkpoints spell it, older spellings included."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from outrider.errors import CheckpointError
-from outrider.model import RopeConfig
+from outrider.model import KVCache, RopeConfig
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.model_config import SigmoidRouterConfig
 from outrider.model.config.shapes import SHAPES
@@ -97,6 +99,34 @@ def test_ernie_45(tmp_path):
     assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (64, 6, 1536, 3072)
     assert experts.dense_layers == (0,)
     assert experts.sigmoid == SigmoidRouterConfig(epsilon=0.0, minimum=1e-12, softmax=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "scale", "page"),
+    [
+        ("glm-4.7-flash", (20, 256, 768, 512, 64, 192, 256), 256**-0.5, 962_560),
+        ("deepseek-v2-lite", (16, 192, 0, 512, 64, 128, 128), 192**-0.5 * (1 + 0.0707 * math.log(40)) ** 2, 331_776),
+        ("deepseek-v3", (128, 192, 1536, 512, 64, 128, 128), 192**-0.5 * (1 + 0.1 * math.log(40)) ** 2, 5_996_544),
+    ],
+)
+def test_latent_attention(tmp_path, name, sizes, scale, page):
+    """``page`` are the bytes of a token's expanded keys and values in bfloat16."""
+    config = read(tmp_path, PUBLISHED[name])
+    latent = config.latent
+    found = latent.query_rank, latent.rank, latent.rotated_size, latent.unrotated_size, latent.value_size
+    assert (config.num_kv_heads, config.head_size, *found) == sizes
+    assert latent.interleaved
+    assert config.rope.rotated_size(config.head_size) == 64
+    assert (config.attention_scale, config.rope.amplitude) == (pytest.approx(scale), 1.0)
+    assert KVCache.page_bytes(config, page_size=1, dtype=torch.bfloat16) == page
+    assert config.experts.dense_layers == ((0, 1, 2) if name == "deepseek-v3" else (0,))
+    assert config.experts.sigmoid == {
+        "glm-4.7-flash": SigmoidRouterConfig(factor=1.8),
+        "deepseek-v2-lite": None,
+        "deepseek-v3": SigmoidRouterConfig(groups=8, chosen_groups=4, factor=2.5),
+    }.get(name)
+    kimi = PUBLISHED["deepseek-v3"] | {"model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64}
+    assert read(tmp_path, kimi).family == "deepseek_v3"
 
 
 def test_qwen_25_yarn(tmp_path):

@@ -100,21 +100,20 @@ def with_head(source, target, model, *, names=NAMES, **config):
 
 
 def test_the_head_in_the_checkpoint_drafts_as_in_transformers(tmp_path, backend, glm):
-    path, model = glm
-    drafts_as_transformers(tmp_path, backend, model, with_head(path, tmp_path, model))
+    drafts_as_in_transformers(glm[0], tmp_path, backend, glm[1])
 
 
 def test_hunyuans_head_drafts_as_in_transformers(tmp_path, backend):
     model = write_checkpoint(tmp_path / "model", "hy_v3")
-    oracle = with_head(tmp_path / "model", tmp_path / "with head", model, names=HUNYUAN_NAMES)
-    drafts_as_transformers(tmp_path / "with head", backend, model, oracle)
+    drafts_as_in_transformers(tmp_path / "model", tmp_path / "with head", backend, model, names=HUNYUAN_NAMES)
 
 
-def drafts_as_transformers(tmp_path, backend, model, oracle):
-    """Check the states of the head in ``tmp_path`` against the ``oracle``, and the tokens of an engine with it."""
-    assert Speculation.with_defaults(None, model=tmp_path, draft=None, draft_tokens=3).kind == "mtp"
+def drafts_as_in_transformers(path, target, backend, model, *, names=NAMES):
+    """The checkpoint with a head in ``target``: the head's states are those of transformers' layer, and the tokens agree."""
+    oracle = with_head(path, target, model, names=names)
+    assert Speculation.with_defaults(None, model=target, draft=None, draft_tokens=3).kind == "mtp"
     config = plain_config(dtype="float32", max_context=128, page_size=4, prefill_chunk=9, draft_tokens=3)
-    engine = Engine.from_checkpoint(tmp_path, backend, speculate="mtp", config=config)
+    engine = Engine.from_checkpoint(target, backend, speculate="mtp", config=config)
     head, prompt = engine.proposer.head, [number % model.config.vocab_size for number in range(3, 60, 5)]
     driver = Driver(engine.model)
     states = driver.hidden([(driver.sequence(), prompt)])
@@ -130,7 +129,7 @@ def drafts_as_transformers(tmp_path, backend, model, oracle):
     model.generation_config.eos_token_id = None
     (found,) = engine.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
     assert list(found.token_ids) == expect(model, prompt, NEW_TOKENS)[0]
-    agree(tmp_path, backend, model)  # the head is ignored without speculation
+    agree(target, backend, model)  # the head is ignored without speculation
 
 
 def test_a_head_at_another_place_is_refused_by_name(tmp_path, backend, glm):

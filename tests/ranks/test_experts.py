@@ -1,10 +1,13 @@
 """Ranks that share every expert of a mixture, and ranks that divide the experts (expert parallelism)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from threads import run
 
 from model.hybrid_checkpoints import MtpOracle, greedy, random_model, save
+from model.test_sigmoid_routers import with_head
 from outrider import Engine, SamplingParams
 from outrider.disaggregation.codec import server_fit
 from outrider.engine.ranks.ranks import ParallelConfig
@@ -75,7 +78,7 @@ def test_biases_are_added_once_over_all_ranks(layout, biased):
     assert run(layout, create, tokens) == wanted
 
 
-ROUTED = [("glm4_moe", name) for name in LAYOUTS]
+ROUTED = [(family, name) for family in ("glm4_moe", "glm4_moe_lite-q", "deepseek_v3") for name in LAYOUTS]
 ROUTED += [(family, name) for family in ("hy_v3", "ernie4_5_moe") for name in ("tensor", "data, divided")]
 ROUTED += [("minimax_m2", name) for name in ("data", "data, divided")]  # whose norms are of all heads
 
@@ -115,6 +118,21 @@ def test_a_head_with_experts_divides_them_too(tmp_path):
         return engine
 
     assert run(LAYOUTS["data, divided"], load, tokens)[0][:4] == tuple(greedy(model, PROMPTS[0], 4))
+
+
+def test_a_head_with_latent_attention_is_shared_out_too(tmp_path):
+    """From a checkpoint of GLM-4.7-Flash, whose head is stored as one more layer."""
+    plain = tmp_path / "plain"
+    with_head(plain, tmp_path / "head", write_checkpoint(plain, "glm4_moe_lite"))
+    config = replace(CONFIG, draft_tokens=2, dtype="float32")
+
+    def load(ranks):
+        engine = Engine.from_checkpoint(tmp_path / "head", ranks.backend, speculate="mtp", config=config, ranks=ranks)
+        assert engine.proposer.head.config.num_heads == 2
+        return engine
+
+    alone = Engine.from_checkpoint(tmp_path / "head", tiny.BACKEND, config=config)
+    assert run(LAYOUTS["tensor, divided"], load, tokens) == tokens(alone)
 
 
 @pytest.mark.slow

@@ -331,6 +331,7 @@ def eagle_head_config(config: ModelConfig) -> ModelConfig:
         norm_offset=0.0,
         tie_embeddings=False,
         experts=None,
+        latent=None,
         recurrent=None,
     )
 

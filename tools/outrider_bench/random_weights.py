@@ -35,6 +35,9 @@ _SEEDS_PER_RANK = 1000
 _UNQUANTIZED_PIECES = ("in_proj_b.weight", "in_proj_a.weight")
 """Names of the pieces of a product that published checkpoints leave unquantized."""
 
+_QUANTIZED = frozenset({"qkv", "output", "gate_up", "down", "q_up", "kv_up"})
+"""Last name components of the weights of layers that are quantized."""
+
 __all__ = ["random_decoder", "random_dflash", "random_eagle", "random_mtp", "shape_config"]
 
 
@@ -61,7 +64,7 @@ class RandomQuantization:
             return target.name == last  # published heads of multi-token prediction have an unquantised one
         if last == "head":
             return self.head
-        return last in ("qkv", "output", "gate_up", "down") and (not only_stacks or target.pieces[0].stack)
+        return last in _QUANTIZED and (not only_stacks or target.pieces[0].stack)
 
     def check(self, backend: Backend) -> None:
         """Raise :class:`CapabilityError` if the backend has no kernels for the format."""
@@ -149,7 +152,14 @@ def random_dflash(
     whole = whole or target.config
     read = layers_read(whole.num_layers, layers)
     whole = replace(
-        whole, family="qwen3", num_layers=layers, windows=(0,) * layers, experts=None, qk_norm=True, attention_bias=False
+        whole,
+        family="qwen3",
+        num_layers=layers,
+        windows=(0,) * layers,
+        experts=None,
+        latent=None,
+        qk_norm=True,
+        attention_bias=False,
     )
     weights = _head_weights(target, dflash_targets(whole, len(read), target.shards), seed=2, **formats)
     config = target.shards.local(whole, whole.family)

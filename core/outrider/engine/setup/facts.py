@@ -114,6 +114,8 @@ def collect_facts(
     inner = _INNER_ROWS * config.inner_width
     if config.recurrent is not None:
         inner = max(inner, config.recurrent.prompt_values)
+    if config.latent is not None:
+        inner = max(inner, config.latent.prompt_values(config.num_heads))
     window = 0
     if config.recurrent is not None and proposer.depth:
         window = (proposer.depth + 1) * config.recurrent.window_bytes(model.dtype)

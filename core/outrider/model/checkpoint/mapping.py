@@ -14,7 +14,7 @@ experts: E experts, I intermediate size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -26,9 +26,9 @@ from outrider.errors import CheckpointError
 from outrider.model.checkpoint.expert_stacks import STACKS
 from outrider.model.checkpoint.files import Piece, Target, TensorSlice
 from outrider.model.config.layer_configs import SANDWICH_FAMILIES
-from outrider.model.config.model_config import ExpertsConfig, ModelConfig
+from outrider.model.config.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
-from outrider.model.layers.layer_weights import LayerWeights, SandwichExpertVectors
+from outrider.model.layers.layer_weights import LatentWeights, LayerWeights, SandwichExpertVectors
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization.storages import PACKED
 
@@ -46,6 +46,8 @@ _QKV, _OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "s
 _GATE_UP, _DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 _WITH_ADJACENT_PAIRS = ("ernie4_5", "ernie4_5_moe")
 """Families that rotate pairs of adjacent dimensions of a head."""
+_RECURRENT, _LATENT, _SANDWICH_EXPERTS = "recurrent.", "latent.", "sandwich_experts."
+"""Prefixes of the names of weights that a layer has in a record of their own."""
 _SANDWICH_NORMS = (
     ("attention_output_norm", "post_attention_layernorm"),
     ("mlp_norm", "pre_feedforward_layernorm"),
@@ -124,7 +126,9 @@ def layer_targets(
         targets.append(Target(f"{name}.output_scale", (Piece(f"{prefix}.layer_scalar", (1,)),)))
     query, key, value = _QKV
     parts = (query, key, key if config.values_are_keys else value)
-    if attends:
+    if config.latent is not None:
+        targets += latent_targets(config, config.latent, f"{prefix}.self_attn", name, shards)
+    elif attends:
         qkv = weight("qkv", *parts)
         targets.append(gated_queries(qkv, config, shards) if config.attention_gate else qkv)
         targets.append(weight("output", _OUTPUT))
@@ -149,6 +153,31 @@ def layer_targets(
         own = None if last - first == config.num_heads else TensorSlice(0, first, last)
         targets.append(Target(f"{name}.sinks", (Piece(f"{prefix}.self_attn.sinks", (config.num_heads,), own),), wide=True))
     return targets
+
+
+def latent_targets(config: ModelConfig, latent: LatentConfig, stem: str, name: str, shards: Shards) -> list[Target]:
+    """Return the weights of latent attention of the layer ``name``, whose names begin with ``stem`` in the checkpoint."""
+    first, last = shards.heads(config)
+
+    def own(size: int) -> TensorSlice | None:
+        """Return this rank's rows of a product that has ``size`` rows per head; None for all rows."""
+        return None if last - first == config.num_heads else TensorSlice(0, first * size, last * size)
+
+    heads, hidden, up_rows = config.num_heads, config.hidden_size, latent.unrotated_size + latent.value_size
+    queries = Piece(f"{stem}.q_proj.weight", (heads * latent.head_size, hidden), own(latent.head_size))
+    targets = [
+        Target(f"{name}.{_LATENT}kv_norm", (Piece(f"{stem}.kv_a_layernorm.weight", (latent.rank,)),)),
+        Target(f"{name}.{_LATENT}kv_up", (Piece(f"{stem}.kv_b_proj.weight", (heads * up_rows, latent.rank), own(up_rows)),)),
+    ]
+    if latent.query_rank:
+        expanded = replace(queries, key=f"{stem}.q_b_proj.weight", shape=(queries.shape[0], latent.query_rank))
+        queries = Piece(f"{stem}.q_a_proj.weight", (latent.query_rank, hidden))
+        targets.append(Target(f"{name}.{_LATENT}q_norm", (Piece(f"{stem}.q_a_layernorm.weight", (latent.query_rank,)),)))
+        targets.append(Target(f"{name}.{_LATENT}q_up", (expanded,)))
+    vectors = Piece(f"{stem}.kv_a_proj_with_mqa.weight", (latent.rank + latent.rotated_size, hidden))
+    columns = as_columns(own(latent.value_size))
+    output = Piece(f"{stem}.o_proj.weight", (hidden, heads * latent.value_size), columns)
+    return [Target(f"{name}.qkv", (queries, vectors)), Target(f"{name}.output", (output,)), *targets]
 
 
 def layer_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | None = None) -> LayerWeights:
@@ -282,8 +311,7 @@ def is_unused_tensor(key: str) -> bool:
 
 _FUSED_PARTS = ("in_proj_qkvz", "in_proj_ba")
 _STORED_WEIGHTS = ("weight", "weight_packed", "qweight")
-_RECURRENT, _SANDWICH_EXPERTS = "recurrent.", "sandwich_experts."
-_RECORDS = MappingProxyType({_RECURRENT: DeltaRuleWeights, _SANDWICH_EXPERTS: SandwichExpertVectors})
+_RECORDS = MappingProxyType({_RECURRENT: DeltaRuleWeights, _LATENT: LatentWeights, _SANDWICH_EXPERTS: SandwichExpertVectors})
 _OFFSET_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm", "token_norm", "hidden_norm")
 
 
@@ -365,9 +393,7 @@ def offset_norms(config: ModelConfig, targets: Iterable[Target]) -> Iterator[Tar
 
 
 def nest_records(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a layer's weights by field, with those of its recurrent block moved into one :class:`DeltaRuleWeights` record,
-    and the vectors of experts next to an MLP into one :class:`SandwichExpertVectors`.
-    """
+    """Return a layer's weights by field, with those of each prefix of ``_RECORDS`` moved into one record."""
     for prefix, record in _RECORDS.items():
         inner = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
         if inner:
@@ -443,9 +469,9 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
     hidden, family = config.hidden_size, config.family
     block = _experts_name(config, prefix, present)
     router = f"{block}.{_ROUTERS.get(family, 'gate')}"
-    has_sigmoids, shape = config.routes_by_sigmoids, (experts.count, hidden)
-    targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=has_sigmoids)]
-    if has_sigmoids:
+    as_deepseek, shape = config.has_deepseek_experts, (experts.count, hidden)
+    targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=as_deepseek)]
+    if config.routes_by_sigmoids:
         key = f"{block}.{_CORRECTIONS.get(family, 'gate.e_score_correction_bias')}"
         sizes = (1, experts.count) if family == "ernie4_5_moe" else (experts.count,)
         targets.append(Target(f"{name}.router_correction", (Piece(key, sizes),), wide=True))
@@ -464,11 +490,11 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
         span = shards.mlp.even(experts.intermediate_size) if held is None else None
         targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", span)
     if experts.shared_size:
-        usual = "shared_experts" if has_sigmoids else "shared_expert"
+        usual = "shared_experts" if as_deepseek else "shared_expert"
         shared = f"{block}.{_SHARED.get(family, usual)}"
         span = shards.mlp.even(experts.shared_size)
         targets += _expert_targets([shared], _EXPERT_PARTS, hidden, experts.shared_size, name, "shared_", span)
-        if not has_sigmoids and config.sandwich is None:
+        if not as_deepseek and config.sandwich is None:
             targets.append(Target(f"{name}.shared_gate", (Piece(f"{shared}_gate.weight", (1, hidden)),)))
     if config.sandwich is not None:
         targets += _sandwich_targets(experts, hidden, prefix, f"{name}.{_SANDWICH_EXPERTS}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,14 +18,18 @@ from outrider.model.checkpoint.location import refuse_other_formats
 from outrider.model.config.config_fields import MAX_CONTEXT, config_fields, is_whole, parse_config
 from outrider.model.config.layer_configs import (
     HYBRID_FAMILIES,
+    LATENT_FAMILIES,
     REFUSED,
     RUN_THROUGH_TRANSFORMERS,
     SANDWICH_FAMILIES,
+    deepseek_v2,
+    deepseek_v3,
     dots1,
     ernie4_5,
     ernie4_5_moe,
     gemma4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     hy_v3,
     layer_windows,
@@ -101,6 +106,8 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     if is_sandwich:
         return ModelConfig(family=family, rope=sliding_rope(hf), **fields)
     rope = _rope(hf, sections, alternating=alternating, partial=family in _PARTIAL_ROPE)
+    if family in LATENT_FAMILIES:
+        rope = replace(rope, rotated_share=fields["latent"].rotated_size / fields["head_size"])
     config = ModelConfig(family=family, rope=rope, **fields)
     _check_rope(config)
     return config
@@ -207,11 +214,14 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 
 _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
     {
+        "deepseek_v2": deepseek_v2,
+        "deepseek_v3": deepseek_v3,
         "dots1": dots1,
         "ernie4_5": ernie4_5,
         "ernie4_5_moe": ernie4_5_moe,
         **dict.fromkeys(SANDWICH_FAMILIES, gemma4),
         "glm4_moe": glm4_moe,
+        "glm4_moe_lite": glm4_moe_lite,
         "gpt_oss": gpt_oss,
         "hy_v3": hy_v3,
         "llama": _llama,
@@ -234,7 +244,7 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
         "qwen3_vl_moe": qwen3_vl_moe,
     }
 )
-_SAME_DECODER: Mapping[str, str] = MappingProxyType({"mimo": "qwen2"})
+_SAME_DECODER: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3", "mimo": "qwen2"})
 """Model types whose decoder and config are those of another family, and which transformers does not know."""
 _PARTIAL_ROPE = HYBRID_FAMILIES | {"glm4_moe", "minimax_m2"}
 """Families whose rope may rotate a part of each head."""

@@ -242,6 +242,24 @@ ERNIE: Mapping[str, Field] = MappingProxyType(
         "moe_norm_min": number(0, 1, empty=False),
     }
 )
+_HEAD_PART = whole_number(1, 1 << 14, empty=False)
+_LATENT_SIGMOID: Mapping[str, Field] = MappingProxyType(
+    {
+        **SIGMOID_EXPERTS,
+        "kv_lora_rank": _WIDTH,
+        "q_lora_rank": whole_number(1, _MAX_WIDTH),
+        "qk_rope_head_dim": _HEAD_PART,
+        "qk_nope_head_dim": _HEAD_PART,
+        "v_head_dim": _HEAD_PART,
+        "rope_interleave": FLAG,
+        "mlp_layer_types": list_of(choice("dense", "sparse")),
+        "moe_layer_freq": choice_of(1),
+    }
+)
+_ROUTER = ("n_group", "topk_group", "routed_scaling_factor", "scoring_func", "topk_method")
+_LATENT_SOFTMAX: Mapping[str, Field] = MappingProxyType(
+    {**_LATENT_SIGMOID, **{name: EXPERTS[name] for name in _ROUTER}, "norm_topk_prob": choice_of(False)}
+)
 BIASED_EXPERTS: Mapping[str, Field] = MappingProxyType(
     {**EXPERTS, "swiglu_limit": number(0.01, 1e4, empty=False), "swiglu_alpha": number(0.01, 1e4, empty=False)}
 )
@@ -346,6 +364,8 @@ FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         "minimax_m2": MINIMAX,
         "hy_v3": HUNYUAN,
         **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), ERNIE),
+        **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _LATENT_SIGMOID),
+        "deepseek_v2": _LATENT_SOFTMAX,
         **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), SANDWICH),
         **dict.fromkeys(("gemma4", "gemma4_unified"), MappingProxyType({**SANDWICH, "text_config": record(SANDWICH)})),
         "qwen3_vl_moe": _with_vision(EXPERTS),

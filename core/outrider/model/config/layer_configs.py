@@ -1,11 +1,11 @@
-"""Config fields of mixtures of experts and of recurrent layers, and the reasons why some families are not supported.
+"""Config fields of mixtures of experts, latent attention and recurrent layers; and reasons why families aren't supported.
 
 Hybrid models alternate recurrent layers with a gated delta rule and layers with attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -14,29 +14,24 @@ import torch
 
 from outrider.device import ClampedActivation, ConfigError
 from outrider.errors import shown
-from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig, SandwichConfig, SigmoidRouterConfig
+from outrider.model.config.model_config import (
+    ExpertsConfig,
+    LatentConfig,
+    RecurrentConfig,
+    SandwichConfig,
+    SigmoidRouterConfig,
+)
 from outrider.model.config.rope import RopeConfig
 
-_LATENT_FAMILIES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "kimi_k2",
-    "kimi_k25",
-    "longcat_flash",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-)
 RUN_THROUGH_TRANSFORMERS = ("exaone_moe",)
 """Families of :data:`REFUSED` that the transformers fallback may run."""
-_LATENT_ATTENTION = (
-    "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
-    "run through transformers here either"
-)
+_SPARSE_ATTENTION = "its attention chooses the keys that each token sees; neither is this done here nor through transformers"
 _DIFFERENT = "its attention or its router differs from those that are done here"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
+        **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE_ATTENTION),
+        "kimi_k25": "it has a vision tower, which isn't done here; of its text model's kind, kimi_k2 runs",
+        "longcat_flash": "its layers have two attentions each, and experts without weights, which aren't done here",
         **dict.fromkeys(RUN_THROUGH_TRANSFORMERS, _DIFFERENT),
         "qwen4_exp": "its layers aren't those of Qwen3.5, and they aren't done here",
     }
@@ -229,9 +224,67 @@ def ernie4_5_moe(hf: HfConfig) -> dict[str, Any]:
     return ernie4_5(hf) | {"experts": experts if len(dense) < len(layers) else None}
 
 
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention."""
+
+
+def deepseek_v2(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a DeepSeek-V2-Lite config: routers with a softmax, whose weights aren't normalized."""
+    dense = range(hf.first_k_dense_replace)
+    return _latent_attention(hf, interleaved=True) | {"experts": _deepseek_experts(hf, dense, sigmoid=None)}
+
+
+def deepseek_v3(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a DeepSeek-V3 config, which Kimi-K2 shares."""
+    return _latent_attention(hf, interleaved=bool(hf.rope_interleave)) | {"experts": _sigmoid_experts(hf)}
+
+
+def glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a GLM-4.7-Flash config, which lists the layers with experts, or has experts in all but the first.
+
+    Raises :class:`ConfigError` if ``first_k_dense_replace``, which transformers ignores, names other layers.
+    """
+    dense = tuple(index for index, kind in enumerate(hf.mlp_layer_types) if kind == "dense")
+    declared = getattr(hf, "first_k_dense_replace", None)
+    if len(hf.mlp_layer_types) != hf.num_hidden_layers or declared not in (None, len(dense)):
+        raise ConfigError(
+            f"mlp_layer_types has {len(hf.mlp_layer_types)} layers, {len(dense)} of them dense, and first_k_dense_replace is "
+            f"{declared}; expected {hf.num_hidden_layers} layers, and one number of dense layers"
+        )
+    experts = _deepseek_experts(hf, dense, sigmoid=_sigmoid_router(hf))
+    return _latent_attention(hf, interleaved=hf.rope_interleave) | {"experts": experts}
+
+
+def _latent_attention(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
+    """Return the fields of latent attention. Raises :class:`ConfigError` for heads that share keys, and for biases."""
+    if hf.num_key_value_heads != hf.num_attention_heads or hf.attention_bias:
+        raise ConfigError(
+            f"num_key_value_heads is {hf.num_key_value_heads} and attention_bias {hf.attention_bias}; expected "
+            f"{hf.num_attention_heads}, since latent attention expands a key for each head, and no biases"
+        )
+    latent = LatentConfig(
+        query_rank=hf.q_lora_rank or 0,
+        rank=hf.kv_lora_rank,
+        rotated_size=hf.qk_rope_head_dim,
+        unrotated_size=hf.qk_nope_head_dim,
+        value_size=hf.v_head_dim,
+        interleaved=interleaved,
+    )
+    return {"latent": latent, "head_size": latent.head_size, "windows": one_window(hf, None)}
+
+
 def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig | None:
     """Return the mixture of every layer but the first ones, in DeepSeek-V3's fields; None if every layer is dense."""
-    if hf.first_k_dense_replace >= hf.num_hidden_layers:
+    return _deepseek_experts(hf, range(hf.first_k_dense_replace), sigmoid=_sigmoid_router(hf))
+
+
+def _sigmoid_router(hf: HfConfig) -> SigmoidRouterConfig:
+    return SigmoidRouterConfig(groups=hf.n_group, chosen_groups=hf.topk_group, factor=float(hf.routed_scaling_factor))
+
+
+def _deepseek_experts(hf: HfConfig, dense: Sequence[int], *, sigmoid: SigmoidRouterConfig | None) -> ExpertsConfig | None:
+    """Return the mixture of every layer but the ``dense`` ones, in DeepSeek's fields; None if every layer is dense."""
+    if len(dense) >= hf.num_hidden_layers:
         return None
     return ExpertsConfig(
         count=hf.n_routed_experts,
@@ -239,8 +292,8 @@ def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig | None:
         intermediate_size=hf.moe_intermediate_size,
         renormalize=hf.norm_topk_prob,
         shared_size=hf.n_shared_experts * hf.moe_intermediate_size,
-        dense_layers=tuple(range(hf.first_k_dense_replace)),
-        sigmoid=SigmoidRouterConfig(groups=hf.n_group, chosen_groups=hf.topk_group, factor=float(hf.routed_scaling_factor)),
+        dense_layers=tuple(dense),
+        sigmoid=sigmoid,
     )
 
 

@@ -49,6 +49,44 @@ class SandwichConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentConfig:
+    """Sizes of attention whose queries, keys and values are expanded from latent vectors (DeepSeek-V2). Raises
+    :class:`ConfigError` for values that are larger than keys.
+    """
+
+    query_rank: int
+    """Size of the latent vector of queries; 0 if they are computed from the hidden state."""
+    rank: int
+    """Size of the latent vector of keys and values."""
+    rotated_size: int
+    """Number of rotated dimensions of a query, and of the key that all heads share."""
+    unrotated_size: int
+    """Number of the other dimensions of a head's query and key."""
+    value_size: int
+    """Number of dimensions of a head's value, at most ``head_size``."""
+    interleaved: bool
+    """True if neighbouring dimensions rotate together, False if each rotates with the one half of them further on."""
+
+    def __post_init__(self) -> None:
+        if self.value_size > self.head_size:
+            raise ConfigError(
+                f"model config: values have {self.value_size} dimensions (v_head_dim), expected at most those of a key, "
+                f"{self.head_size}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Number of dimensions of a head's query and key."""
+        return self.rotated_size + self.unrotated_size
+
+    def prompt_values(self, heads: int) -> int:
+        """Return the number of values, in the model's dtype, that attention with ``heads`` heads holds for each prompt token
+        while it expands latent vectors: the products, both concatenated, and queries, keys and values in their order.
+        """
+        return heads * (5 * self.head_size + 2 * (self.unrotated_size + self.value_size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SigmoidRouterConfig:
     """A router that corrects scores for the choice of experts: the fields of :class:`~outrider.device.SigmoidRouting`."""
 
@@ -262,6 +300,8 @@ class ModelConfig:
     """The layers with a recurrent state instead of attention, or None."""
     values_are_keys: bool = False
     """True for the config of a layer whose values are its keys before their norm: it has no projection of values."""
+    latent: LatentConfig | None = None
+    """The latent vectors of attention; None for other attention. The heads of the config are those of the cache."""
     sandwich: SandwichConfig | None = None
     """The full layers of a model whose layers norm their results, too; None for other models."""
     vision: VisionConfig | None = None
@@ -361,9 +401,17 @@ class ModelConfig:
         return self.experts is not None and self.experts.sigmoid is not None
 
     @property
+    def has_deepseek_experts(self) -> bool:
+        """True if routers are in float32 and the shared expert of each mixture has no gate, as in DeepSeek's models."""
+        return self.routes_by_sigmoids or self.latent is not None
+
+    @property
     def attention_scale(self) -> float:
         """Factor by which attention multiplies the dot products of queries and keys."""
-        return 1.0 if self.sandwich is not None else float(self.head_size**-0.5)
+        if self.sandwich is not None:
+            return 1.0
+        scale = float(self.head_size**-0.5)
+        return scale if self.latent is None else scale * self.rope.score_factor
 
     def of_layer(self, index: int) -> ModelConfig:
         """Return the config with the heads and the rope of layer ``index``, if layers differ in them."""

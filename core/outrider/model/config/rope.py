@@ -75,7 +75,7 @@ class RopeConfig:
 
     def rotated_size(self, head_size: int) -> int:
         """Return the number of dimensions of a head that are rotated."""
-        return int(head_size * self.rotated_share)
+        return int(round(head_size * self.rotated_share, 6))  # the share may be a quotient of two sizes
 
     @property
     def axes(self) -> int:
@@ -109,6 +109,12 @@ class RopeConfig:
         if self.mscale and self.mscale_all_dim:
             return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
         return _yarn_mscale(self.factor, 1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention: the square of yarn's temperature of all dimensions, else 1."""
+        is_scaled = self.kind != "default" and self.mscale_all_dim
+        return _yarn_mscale(self.factor, self.mscale_all_dim) ** 2 if is_scaled else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:

@@ -5,7 +5,7 @@ Letters: T new tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,22 +14,28 @@ from outrider.device import KernelSet, RecurrentBatch, RecurrentWindow, Residual
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.latent import LatentAttention
 from outrider.model.layers.layer_weights import LayerWeights, layer_blocks
 from outrider.model.layers.ranks import ModelRanks, or_single_rank
 from outrider.model.layers.sandwich import SandwichLayer
 
 
 class LayerBlock:
-    """One half of a layer: its weights, and the method that computes it, chosen once for these weights."""
+    """One half of a layer: its weights, and the method that computes it, chosen once for these weights.
 
-    def __init__(self, kernels: KernelSet, name: str, weights: Any) -> None:
+    ``composed`` computes the block in place of a method of ``kernels``.
+    """
+
+    def __init__(
+        self, kernels: KernelSet, name: str, weights: Any, composed: Callable[..., ResidualStream] | None = None
+    ) -> None:
         self.name, self.weights = name, weights
-        self.implementation = kernels.implementation(name, weights)
-        self._compute = kernels.resolve_block(name, weights)
+        self.implementation = kernels.implementation(name, weights) if composed is None else "composed"
+        self._compute = composed or kernels.resolve_block(name, weights)
 
     def __call__(self, x: ResidualStream, *tokens: Any) -> ResidualStream:
         """Return the stream with the block's contribution added. ``tokens`` are the further arguments of its kernel."""
-        return self._compute(x, self.weights, *tokens)  # type: ignore[no-any-return]
+        return self._compute(x, self.weights, *tokens)
 
 
 class DecoderLayer:
@@ -51,7 +57,8 @@ class DecoderLayer:
         index: int = 0,
     ) -> None:
         mixer, mlp = layer_blocks(config, weights, window, or_single_rank(ranks), index)
-        self.blocks = self._mixer, self._mlp = LayerBlock(kernels, *mixer), LayerBlock(kernels, *mlp)
+        latent = None if config.latent is None else LatentAttention(kernels, weights, config.latent, config.num_heads)
+        self.blocks = self._mixer, self._mlp = LayerBlock(kernels, *mixer, latent), LayerBlock(kernels, *mlp)
         self._kernels = kernels
 
     def forward(

@@ -65,6 +65,20 @@ class SandwichExpertVectors(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentWeights:
+    """Device tensors that expand the latent vectors of a layer with latent attention. The products may be quantized."""
+
+    kv_norm: Tensor
+    """Norm weight of the latent vector of keys and values."""
+    kv_up: Weight
+    """Product for each head's key, without its rotated dimensions, and value."""
+    q_norm: Tensor | None = None
+    """Norm weight of the latent vector of queries; None if queries have none."""
+    q_up: Weight | None = None
+    """Product for the queries, the rotated dimensions of each head last; None if queries have no latent vector."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """Device tensors of one layer. The matrices ``qkv``, ``output``, ``gate_up`` and ``down`` may be quantized.
 
@@ -73,10 +87,13 @@ class LayerWeights:
 
     qkv: Weight
     """Product for q, k and v, [(Hq + 2 Hkv) D, H] in this order, then the rows [Hq D, H] of the attention's gate if the
-    config has one. In a recurrent layer: q, k, v, the output gate, then the rows of b and a of each value head.
+    config has one. In a recurrent layer: q, k, v, the output gate, then the rows of b and a of each value head. With latent
+    attention: q or its latent vector, the latent vector of k and v, then the rotated dimensions of the key.
     """
     output: Weight
-    """Output projection [H, Hq D] of attention. In a recurrent layer: [H, Hv E] for Hv value heads of size E."""
+    """Output projection [H, Hq D] of attention. In a recurrent layer: [H, Hv E] for Hv value heads of size E. With latent
+    attention: D is the size of values.
+    """
     gate_up: Weight
     """Gate and up projections of the MLP in one product, [2 I, H], or [E, 2 I, H] for experts."""
     down: Weight
@@ -87,6 +104,8 @@ class LayerWeights:
     """Norm weight [H] of the attention's input; None in an EAGLE head that doesn't norm it."""
     recurrent: DeltaRuleWeights | None = None
     """Further weights of a recurrent layer; None for a layer with attention."""
+    latent: LatentWeights | None = None
+    """Further weights of latent attention; None for other attention."""
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
     sinks: Tensor | None = None
