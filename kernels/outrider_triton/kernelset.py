@@ -18,6 +18,7 @@ from outrider.device import (
     LANE_RESIDUAL,
     LANE_SAMPLE,
     AttentionMetadata,
+    CorrectedRouting,
     ExpertActivation,
     ExpertBiases,
     ExpertsBlock,
@@ -29,7 +30,6 @@ from outrider.device import (
     RequestInputs,
     RequestRows,
     RotaryArgs,
-    SigmoidRouting,
     Stream,
     Weight,
 )
@@ -382,15 +382,15 @@ class TritonKernels(FusedBlocks):
         *,
         renormalize: bool,
         held: tuple[int, int] | None = None,
-        sigmoid: SigmoidRouting | None = None,
+        routing: CorrectedRouting | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the ``count`` experts of each token, with one program per token. There are at most
         1024 experts.
         """
         if not has_kernel(logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
-            return super().route(logits, count, renormalize=renormalize, held=held, sigmoid=sigmoid)
+            return super().route(logits, count, renormalize=renormalize, held=held, routing=routing)
         span = held or (0, logits.shape[1])
-        weights, chosen = _TRITON.route.triton(logits, count, renormalize, *span, self.pdl, *(sigmoid or ()))
+        weights, chosen = _TRITON.route.triton(logits, count, renormalize, *span, self.pdl, *(routing or ()))
         return weights, chosen
 
     def experts(

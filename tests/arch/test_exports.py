@@ -33,9 +33,9 @@ Reduction RequestInputs RequestRows RotaryArgs RowResolver INTERFACE_DATES INTER
 SamplingKernels Scalar ScheduleFailure
 InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
-hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution ExpertActivation ExpertBiases
+hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution CorrectedRouting ExpertActivation ExpertBiases
 ExpertsBlock LayerRows MlpBlock RankBoundary
-RecurrentBlock RecurrentTokens RecurrentWindow ResidualStream SeparateInput SigmoidRouting SplitWeight Weight
+RecurrentBlock RecurrentTokens RecurrentWindow ResidualStream SeparateInput SplitWeight Weight
 """
 
 

@@ -120,9 +120,9 @@ class Careless(KernelSet):
     def __init__(self, fault):
         self.fault = fault
 
-    def route(self, logits, count, *, renormalize, held=None, sigmoid=None):
-        if sigmoid is not None:
-            return self.route_by_sigmoids(logits, count, renormalize, sigmoid)
+    def route(self, logits, count, *, renormalize, held=None, routing=None):
+        if routing is not None:
+            return self.route_by_correction(logits, count, renormalize, routing)
         if self.fault == "held experts keep their numbers":
             weights, chosen = super().route(logits, count, renormalize=renormalize, held=held)
             return weights, chosen if held is None else torch.where(chosen < 0, -1, chosen + held[0])
@@ -133,21 +133,21 @@ class Careless(KernelSet):
             weights = logits.gather(1, chosen).softmax(-1).to(weights.dtype)
         return (weights, chosen.flip(1)) if self.fault == "ascending" else (weights, chosen)
 
-    def route_by_sigmoids(self, logits, count, renormalize, sigmoid):
+    def route_by_correction(self, logits, count, renormalize, routing):
         ignored = {
             "no groups": {"groups": 1, "chosen_groups": 1},
-            "one group more": {"chosen_groups": min(sigmoid.groups, sigmoid.chosen_groups + 1)},
+            "one group more": {"chosen_groups": min(routing.groups, routing.chosen_groups + 1)},
             "no factor": {"factor": 1.0},
-            "no correction": {"correction": sigmoid.correction * 0},
+            "no correction": {"correction": routing.correction * 0},
             "no epsilon": {"epsilon": 0.0},
             "no minimum": {"minimum": 0.0},
             "sigmoids for a softmax": {"softmax": False},
         }
-        given = sigmoid._replace(**ignored.get(self.fault, {}))
-        weights, chosen = super().route(logits, count, renormalize=renormalize, sigmoid=given)
+        given = routing._replace(**ignored.get(self.fault, {}))
+        weights, chosen = super().route(logits, count, renormalize=renormalize, routing=given)
         if self.fault == "corrected weights":
-            weights = weights + sigmoid.factor * sigmoid.correction[chosen]
-        return (weights * sigmoid.factor, chosen) if self.fault == "the factor twice" else (weights, chosen)
+            weights = weights + routing.factor * routing.correction[chosen]
+        return (weights * routing.factor, chosen) if self.fault == "the factor twice" else (weights, chosen)
 
     def experts(self, x, weights, chosen, gate_up, down, *, biases=None, activation="silu"):
         if self.fault == "up first":
@@ -181,7 +181,7 @@ class Careless(KernelSet):
         ("route", "ascending", {}),
         ("route", "held experts keep their numbers", {"held": 2}),
         *(
-            ("route, sigmoid_routing", fault, {"flag": 0, "experts": 8})
+            ("route, corrected_routing", fault, {"flag": 0, "experts": 8})
             for fault in (
                 "no groups",
                 "one group more",
@@ -191,9 +191,9 @@ class Careless(KernelSet):
                 "the factor twice",
             )
         ),
-        ("route, sigmoid_routing", "no epsilon", {"flag": 1, "experts": 8, "scoring": 1}),
+        ("route, corrected_routing", "no epsilon", {"flag": 1, "experts": 8, "scoring": 1}),
         *(
-            ("route, sigmoid_routing", fault, {"flag": 1, "experts": 8, "scoring": 2})
+            ("route, corrected_routing", fault, {"flag": 1, "experts": 8, "scoring": 2})
             for fault in ("no epsilon", "no minimum", "no factor", "no correction", "sigmoids for a softmax")
         ),
         ("experts", "up first", {"flag": 0}),
@@ -377,7 +377,7 @@ OPTIONAL = {
     "sinks": "attention_block, attention_sinks",
     "biases": "experts_block, expert_biases",
     "activation": "experts_block, expert_gelu",
-    "sigmoid": "experts_block, sigmoid_routing",
+    "corrected": "experts_block, corrected_routing",
 }
 """Problems of fields that only kernels with an optional operand take."""
 BLOCK_RECORDS = {AttentionBlock: "attention_block", MlpBlock: "mlp_block", ExpertsBlock: "experts_block"}

@@ -63,7 +63,7 @@ def test_experts(size, alike, kernels, device):
 @pytest.mark.parametrize("scoring", [0, 1, 2])
 def test_the_kits_problems_of_corrected_routers(scoring, flag, kernels, device):
     shape = {"experts": 60, "chosen": 4, "flag": flag, "scoring": scoring}
-    check_kernels(kernels, small("route, sigmoid_routing", torch.float16, **shape), device)
+    check_kernels(kernels, small("route, corrected_routing", torch.float16, **shape), device)
 
 
 @pytest.mark.parametrize("kernel", ["head_norm_rope_write_cache", "attention_block"])

@@ -10,9 +10,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from model.harness import Driver
 from model.quantized_checkpoints import write_fp8
+from model.test_corrected_routers import drafts_as_in_transformers, with_head
 from model.test_decoder import PROMPT, TOLERANCE, agree, engines_agree, expect
 from model.test_mixtures import edited, reshaped, without
-from model.test_sigmoid_routers import drafts_as_in_transformers, with_head
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
 from outrider.device import QuantizedWeight

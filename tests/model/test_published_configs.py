@@ -11,7 +11,7 @@ import torch
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, RopeConfig
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider.model.config.model_config import SigmoidRouterConfig
+from outrider.model.config.model_config import CorrectedRouterConfig
 from outrider.model.config.shapes import SHAPES
 from tiny_checkpoints import tiny_config
 
@@ -80,7 +80,7 @@ def test_minimax_m2(tmp_path):
     experts = config.experts
     assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (256, 8, 1536, 0)
     assert experts.dense_layers == ()
-    assert experts.sigmoid == SigmoidRouterConfig(epsilon=0.0)
+    assert experts.routing == CorrectedRouterConfig(epsilon=0.0)
 
 
 def test_hunyuan_3(tmp_path):
@@ -89,7 +89,7 @@ def test_hunyuan_3(tmp_path):
     experts = config.experts
     assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (192, 8, 1536, 1536)
     assert experts.dense_layers == (0,)
-    assert experts.sigmoid == SigmoidRouterConfig(factor=2.826)
+    assert experts.routing == CorrectedRouterConfig(factor=2.826)
 
 
 def test_ernie_45(tmp_path):
@@ -98,7 +98,7 @@ def test_ernie_45(tmp_path):
     experts = config.experts
     assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (64, 6, 1536, 3072)
     assert experts.dense_layers == (0,)
-    assert experts.sigmoid == SigmoidRouterConfig(epsilon=0.0, minimum=1e-12, softmax=True)
+    assert experts.routing == CorrectedRouterConfig(epsilon=0.0, minimum=1e-12, softmax=True)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_latent_attention(tmp_path, name, sizes, scale, page):
     assert (config.attention_scale, config.rope.amplitude) == (pytest.approx(scale), 1.0)
     assert KVCache.page_bytes(config, page_size=1, dtype=torch.bfloat16) == page
     assert config.experts.dense_layers == ((0, 1, 2) if name == "deepseek-v3" else (0,))
-    assert config.experts.sigmoid == {
-        "glm-4.7-flash": SigmoidRouterConfig(factor=1.8),
+    assert config.experts.routing == {
+        "glm-4.7-flash": CorrectedRouterConfig(factor=1.8),
         "deepseek-v2-lite": None,
-        "deepseek-v3": SigmoidRouterConfig(groups=8, chosen_groups=4, factor=2.5),
+        "deepseek-v3": CorrectedRouterConfig(groups=8, chosen_groups=4, factor=2.5),
     }.get(name)
     kimi = PUBLISHED["deepseek-v3"] | {"model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64}
     assert read(tmp_path, kimi).family == "deepseek_v3"

@@ -15,7 +15,7 @@ from model.test_mixtures import edited, reshaped, without
 from model.test_quantized_mixtures import plainly
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
-from outrider.device import ConfigError, KernelSet, QuantizedWeight, SigmoidRouting
+from outrider.device import ConfigError, CorrectedRouting, KernelSet, QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import Decoder, ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.checkpoint.files import Piece
@@ -232,13 +232,13 @@ def test_layers_of_experts(tmp_path, backend):
 def test_a_router_of_each_kind():
     """The correction chooses experts 0 and 1; the weights are their scores, divided by what the router says."""
     scores = torch.tensor([[0.125, 0.125, 0.25, 0.5]])
-    routing = SigmoidRouting(torch.tensor([1.0, 1.0, 0.0, 0.0]), softmax=True, epsilon=0.0, minimum=0.5)
-    weights, chosen = KernelSet().route(scores.log(), 2, renormalize=True, sigmoid=routing)
+    routing = CorrectedRouting(torch.tensor([1.0, 1.0, 0.0, 0.0]), softmax=True, epsilon=0.0, minimum=0.5)
+    weights, chosen = KernelSet().route(scores.log(), 2, renormalize=True, routing=routing)
     assert chosen.tolist() == [[0, 1]]
     torch.testing.assert_close(weights, torch.tensor([[0.25, 0.25]]))
-    weights, _ = KernelSet().route(scores.log(), 2, renormalize=True, sigmoid=routing._replace(minimum=0.1))
+    weights, _ = KernelSet().route(scores.log(), 2, renormalize=True, routing=routing._replace(minimum=0.1))
     torch.testing.assert_close(weights, torch.tensor([[0.5, 0.5]]))
     few = torch.full((1, 4), -60.0)  # sigmoids of 1e-26, next to which 1e-20 is large
-    plain = SigmoidRouting(torch.zeros(4), epsilon=0.0)
-    torch.testing.assert_close(KernelSet().route(few, 2, renormalize=True, sigmoid=plain)[0], torch.tensor([[0.5, 0.5]]))
-    assert KernelSet().route(few, 2, renormalize=True, sigmoid=SigmoidRouting(torch.zeros(4)))[0].max() < 1e-5
+    plain = CorrectedRouting(torch.zeros(4), epsilon=0.0)
+    torch.testing.assert_close(KernelSet().route(few, 2, renormalize=True, routing=plain)[0], torch.tensor([[0.5, 0.5]]))
+    assert KernelSet().route(few, 2, renormalize=True, routing=CorrectedRouting(torch.zeros(4)))[0].max() < 1e-5

@@ -7,7 +7,7 @@ import torch
 from threads import run
 
 from model.hybrid_checkpoints import MtpOracle, greedy, random_model, save
-from model.test_sigmoid_routers import with_head
+from model.test_corrected_routers import with_head
 from outrider import Engine, SamplingParams
 from outrider.disaggregation.codec import server_fit
 from outrider.engine.ranks.ranks import ParallelConfig

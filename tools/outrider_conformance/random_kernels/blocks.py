@@ -26,6 +26,7 @@ from outrider.device import (
     AttentionMetadata,
     AttentionTokens,
     BlockKernels,
+    CorrectedRouting,
     DeltaRuleWeights,
     ExpertBiases,
     ExpertsBlock,
@@ -40,7 +41,6 @@ from outrider.device import (
     RecurrentWindow,
     ResidualStream,
     RotaryArgs,
-    SigmoidRouting,
     SplitWeight,
     Weight,
 )
@@ -202,11 +202,11 @@ def _experts_block(
     format: str | None = None,
     *,
     has_biases: bool = False,
-    has_sigmoids: bool = False,
+    is_corrected: bool = False,
     has_gelu: bool = False,
 ) -> Problem:
     """Return a problem that routes each token to all experts, so that no rounding decides the route. ``held``: another rank
-    holds half of them. ``has_biases``: the experts have biases, and none is shared. ``has_sigmoids``: the router has, and the
+    holds half of them. ``has_biases``: the experts have biases, and none is shared. ``is_corrected``: the router has, and the
     shared expert has no gate. ``has_gelu``: the routed experts have.
     """
     operands, hidden, inner = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], shape["inner"]
@@ -215,14 +215,14 @@ def _experts_block(
     down = operands.matrix("down", _EXPERTS * hidden, inner)
     operands.vector("norm", hidden)
     count = _EXPERTS * (1 + shape["held"])
-    router_dtype = torch.promote_types(dtype, torch.float32) if has_sigmoids else dtype
+    router_dtype = torch.promote_types(dtype, torch.float32) if is_corrected else dtype
     operands.made["router"] = Operand(dice.factors(count, hidden, dtype=router_dtype, scale=hidden**-0.5))
-    if shape["bias"] and not has_sigmoids:
+    if shape["bias"] and not is_corrected:
         operands.vector("router bias", count)
     if has_biases:
         for name, size in (("gate_up bias", 2 * inner), ("down bias", hidden)):
             operands.made[name] = Operand(dice.normal(_EXPERTS, size, dtype=dtype))
-    if has_sigmoids:
+    if is_corrected:
         operands.made["correction"] = Operand(dice.normal(count, dtype=torch.float32))
     operands.made["shared_gate"] = Operand(dice.factors(1, hidden, dtype=dtype, scale=hidden**-0.5))
     shared, following = _mlp(operands, "shared", hidden), _mlp(operands, "following", hidden)
@@ -238,14 +238,14 @@ def _experts_block(
             router_bias=o.get("router bias"),
             per_token=count,
             renormalize=bool(shape["bias"]),
-            sigmoid=SigmoidRouting(o["correction"], factor=2.5) if has_sigmoids else None,
+            routing=CorrectedRouting(o["correction"], factor=2.5) if is_corrected else None,
             held=(1, 1 + _EXPERTS) if shape["held"] else None,
             gate_up=gates,
             down=outputs,
             biases=ExpertBiases(o["gate_up bias"], o["down bias"], CLAMPED) if has_biases else None,
             activation="gelu_tanh" if has_gelu else "silu",
             shared=None if has_biases else shared(o),
-            shared_gate=None if has_biases or has_sigmoids else o["shared_gate"],
+            shared_gate=None if has_biases or is_corrected else o["shared_gate"],
             ranks=operands.ranks,
         )
 
@@ -497,7 +497,7 @@ BLOCKS = (
     *in_formats("mlp_block", _mlp_block, _MLP, _MLPS, weights=_FORMATS),
     *_EXPERTS_BLOCKS,
     _EXPERTS_BLOCKS[0].with_operand("expert_biases", partial(_experts_block, has_biases=True)),
-    _EXPERTS_BLOCKS[0].with_operand("sigmoid_routing", partial(_experts_block, has_sigmoids=True)),
+    _EXPERTS_BLOCKS[0].with_operand("corrected_routing", partial(_experts_block, is_corrected=True)),
     _EXPERTS_BLOCKS[0].with_operand("expert_gelu", partial(_experts_block, has_gelu=True)),
     KernelProblems("recurrent_block", _recurrent_block, _RECURRENT, _RECURRENTS),
 )

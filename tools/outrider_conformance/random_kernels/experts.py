@@ -13,10 +13,10 @@ from torch import Tensor
 from outrider.device import (
     QUANTIZED_FORMATS,
     ClampedActivation,
+    CorrectedRouting,
     ExpertBiases,
     KernelSet,
     QuantizedWeight,
-    SigmoidRouting,
 )
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import Mapped, halves
@@ -92,12 +92,12 @@ def _route(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     return Problem({"logits": Operand(logits)}, call, wanted)
 
 
-def _route_by_sigmoids(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+def _route_by_correction(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     count, experts, tokens = min(shape["chosen"], shape["experts"]), shape["experts"], shape["tokens"]
     groups = next(each for each in (4, 2, 1) if (experts % each == 0 and experts >= 2 * each) or each == 1)
     taken = max(groups // 2, -(-count * groups // experts))
     correction = dice.normal(experts, dtype=torch.float32, scale=0.3)
-    scoring = SigmoidRouting(correction, groups, taken, **_SCORINGS[shape["scoring"]])
+    scoring = CorrectedRouting(correction, groups, taken, **_SCORINGS[shape["scoring"]])
     wide = torch.promote_types(dtype, torch.float32)
     logits = dice.normal(tokens, experts, dtype=wide, scale=1.5)
     for _ in range(_MAX_DRAWS):
@@ -123,8 +123,8 @@ def _route_by_sigmoids(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     wanted: dict[str, bounds.Number | Tensor] = {"weights": bounds.Number(weights, error), "chosen": chosen}
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        sigmoid = scoring._replace(correction=o["correction"])
-        made = kernels.route(o["logits"], count, renormalize=bool(shape["flag"]), sigmoid=sigmoid)
+        routing = scoring._replace(correction=o["correction"])
+        made = kernels.route(o["logits"], count, renormalize=bool(shape["flag"]), routing=routing)
         return dict(zip(("weights", "chosen"), made, strict=True))
 
     return Problem({"logits": Operand(logits), "correction": Operand(correction)}, call, wanted)
@@ -277,7 +277,7 @@ _ROUTE = KernelProblems(
     ],
 )
 _CORRECTED_ROUTE = replace(
-    _ROUTE.with_operand("sigmoid_routing", _route_by_sigmoids),
+    _ROUTE.with_operand("corrected_routing", _route_by_correction),
     dimensions={**_ROUTE.dimensions, "scoring": between(0, len(_SCORINGS) - 1)},
     corners=[{**corner, "scoring": number % len(_SCORINGS)} for number, corner in enumerate(_ROUTE.corners)],
 )

@@ -20,11 +20,11 @@ from torch import Tensor
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
+    CorrectedRouting,
     ExpertActivation,
     ExpertBiases,
     HeadNorms,
     RotaryArgs,
-    SigmoidRouting,
     composes,
 )
 from outrider.device.kernels.model_kernels import ModelKernels
@@ -104,7 +104,7 @@ class ExpertsBlock:
     """Number of experts that compute each token."""
     renormalize: bool
     """True if the weights of a token's experts are scaled to sum 1, as in ``KernelSet.route``."""
-    sigmoid: SigmoidRouting | None = None
+    routing: CorrectedRouting | None = None
     """The choice of experts by corrected scores; None for a choice by a softmax alone."""
     held: tuple[int, int] | None = None
     """First and last (exclusive) expert of this rank, if ranks divide the experts; E is their number in the stacks below."""
@@ -127,7 +127,7 @@ class ExpertsBlock:
         """Return further keyword operands of ``KernelSet.route``: those that the block has, since kernels may not know
         others.
         """
-        options = {"held": self.held, "sigmoid": self.sigmoid}
+        options = {"held": self.held, "routing": self.routing}
         return {name: value for name, value in options.items() if value is not None}
 
     @property

@@ -29,10 +29,10 @@ _CACHE_KERNELS = frozenset(
 _KERNELS_BY_OPERAND: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "attention_sinks": frozenset({"paged_attention", "attention_block"}),
+        "corrected_routing": frozenset({"route", "experts_block"}),
         "expert_biases": frozenset({"experts", "experts_quantized", "experts_block"}),
         "expert_gelu": frozenset({"experts", "experts_quantized", "experts_block"}),
         "joint_head_norms": frozenset({"head_norm_rope_write_cache", "attention_block"}),
-        "sigmoid_routing": frozenset({"route", "experts_block"}),
     }
 )
 """Operands that few models have, each with the kernels that take it."""
@@ -78,10 +78,10 @@ class KernelSet(BlockKernels, SamplingKernels):
 
     optional_operands: frozenset[str] = frozenset(_KERNELS_BY_OPERAND)
     """Operands that few models have, and that these kernels take: ``attention_sinks`` (:meth:`paged_attention`),
-    ``expert_biases`` and ``expert_gelu`` (:meth:`experts`, :meth:`experts_quantized`), ``joint_head_norms``
-    (:meth:`head_norm_rope_write_cache`) and ``sigmoid_routing`` (:meth:`route`). The references take all. A class that
-    overrides a kernel with such an operand takes it only if the class declares so. A model with an operand that the kernels
-    don't take is refused before it is loaded.
+    ``corrected_routing`` (:meth:`route`), ``expert_biases`` and ``expert_gelu`` (:meth:`experts`,
+    :meth:`experts_quantized`) and ``joint_head_norms`` (:meth:`head_norm_rope_write_cache`). The references take all. A class
+    that overrides a kernel with such an operand takes it only if the class declares so. A model with an operand that the
+    kernels don't take is refused before it is loaded.
     """
 
     def __init_subclass__(cls, **keywords: object) -> None:

@@ -205,7 +205,7 @@ class ExpertBiases(NamedTuple):
     activation: ClampedActivation
 
 
-class SigmoidRouting(NamedTuple):
+class CorrectedRouting(NamedTuple):
     """The choice of experts by corrected scores: sigmoids of their logits, as in DeepSeek-V3, or their ``softmax``.
 
     ``correction`` float32 [E] is added to the scores for the choice alone. Experts are chosen from the ``chosen_groups`` of

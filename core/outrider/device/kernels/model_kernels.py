@@ -12,11 +12,11 @@ from outrider.device.errors import ConfigError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
+    CorrectedRouting,
     ExpertActivation,
     ExpertBiases,
     HeadNorms,
     RotaryArgs,
-    SigmoidRouting,
     composes,
 )
 from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
@@ -145,7 +145,7 @@ class ModelKernels(BookkeepingKernels):
         *,
         renormalize: bool,
         held: tuple[int, int] | None = None,
-        sigmoid: SigmoidRouting | None = None,
+        routing: CorrectedRouting | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Select ``count`` experts per token by the router's ``logits`` [T, E] → weights [T, k], experts int64 [T, k].
 
@@ -157,11 +157,11 @@ class ModelKernels(BookkeepingKernels):
         experts. A returned expert is counted from the first held one; of an expert that isn't held, expert and weight are -1
         and 0.
 
-        ``sigmoid`` corrects the scores for the selection, see :class:`SigmoidRouting`. Only kernels whose
-        ``optional_operands`` list ``sigmoid_routing`` get it.
+        ``routing`` corrects the scores for the selection, see :class:`CorrectedRouting`. Only kernels whose
+        ``optional_operands`` list ``corrected_routing`` get it.
         """
         first, last = held or (0, logits.shape[1])
-        return torch.ops.outrider.route(logits, count, renormalize, first, last, *(sigmoid or ()))  # type: ignore[no-any-return]  # torch.ops has no types
+        return torch.ops.outrider.route(logits, count, renormalize, first, last, *(routing or ()))  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts(
         self,

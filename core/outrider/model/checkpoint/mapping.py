@@ -14,7 +14,7 @@ experts: E experts, I intermediate size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -471,7 +471,7 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
     router = f"{block}.{_ROUTERS.get(family, 'gate')}"
     as_deepseek, shape = config.has_deepseek_experts, (experts.count, hidden)
     targets = [Target(f"{name}.router", (Piece(f"{router}.weight", shape),), wide=as_deepseek)]
-    if config.routes_by_sigmoids:
+    if config.corrects_scores:
         key = f"{block}.{_CORRECTIONS.get(family, 'gate.e_score_correction_bias')}"
         sizes = (1, experts.count) if family == "ernie4_5_moe" else (experts.count,)
         targets.append(Target(f"{name}.router_correction", (Piece(key, sizes),), wide=True))

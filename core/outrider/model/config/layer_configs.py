@@ -15,11 +15,11 @@ import torch
 from outrider.device import ClampedActivation, ConfigError
 from outrider.errors import shown
 from outrider.model.config.model_config import (
+    CorrectedRouterConfig,
     ExpertsConfig,
     LatentConfig,
     RecurrentConfig,
     SandwichConfig,
-    SigmoidRouterConfig,
 )
 from outrider.model.config.rope import RopeConfig
 
@@ -179,7 +179,7 @@ def dots1(hf: HfConfig) -> dict[str, Any]:
 
 def minimax_m2(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a MiniMax-M2 config, which norms queries and keys over all heads."""
-    experts = replace(_experts_of_all_layers(hf), sigmoid=SigmoidRouterConfig(epsilon=0.0))
+    experts = replace(_experts_of_all_layers(hf), routing=CorrectedRouterConfig(epsilon=0.0))
     return {"qk_norm": True, "joint_qk_norm": True, "experts": experts, "windows": one_window(hf, None)}
 
 
@@ -195,7 +195,7 @@ def hy_v3(hf: HfConfig) -> dict[str, Any]:
         renormalize=True,
         shared_size=hf.num_shared_experts * hf.moe_intermediate_size,
         dense_layers=tuple(index for index, kind in enumerate(kinds) if kind == "dense"),
-        sigmoid=SigmoidRouterConfig(factor=float(hf.router_scaling_factor)),
+        routing=CorrectedRouterConfig(factor=float(hf.router_scaling_factor)),
     )
     return qwen3(hf) | {"experts": experts if "sparse" in kinds else None, "windows": one_window(hf, None)}
 
@@ -219,7 +219,7 @@ def ernie4_5_moe(hf: HfConfig) -> dict[str, Any]:
         renormalize=True,
         shared_size=hf.moe_num_shared_experts * hf.moe_intermediate_size,
         dense_layers=dense,
-        sigmoid=SigmoidRouterConfig(epsilon=0.0, minimum=float(hf.moe_norm_min), softmax=True),
+        routing=CorrectedRouterConfig(epsilon=0.0, minimum=float(hf.moe_norm_min), softmax=True),
     )
     return ernie4_5(hf) | {"experts": experts if len(dense) < len(layers) else None}
 
@@ -231,7 +231,7 @@ LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 def deepseek_v2(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a DeepSeek-V2-Lite config: routers with a softmax, whose weights aren't normalized."""
     dense = range(hf.first_k_dense_replace)
-    return _latent_attention(hf, interleaved=True) | {"experts": _deepseek_experts(hf, dense, sigmoid=None)}
+    return _latent_attention(hf, interleaved=True) | {"experts": _deepseek_experts(hf, dense, routing=None)}
 
 
 def deepseek_v3(hf: HfConfig) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
             f"mlp_layer_types has {len(hf.mlp_layer_types)} layers, {len(dense)} of them dense, and first_k_dense_replace is "
             f"{declared}; expected {hf.num_hidden_layers} layers, and one number of dense layers"
         )
-    experts = _deepseek_experts(hf, dense, sigmoid=_sigmoid_router(hf))
+    experts = _deepseek_experts(hf, dense, routing=_corrected_router(hf))
     return _latent_attention(hf, interleaved=hf.rope_interleave) | {"experts": experts}
 
 
@@ -275,14 +275,14 @@ def _latent_attention(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
 
 def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig | None:
     """Return the mixture of every layer but the first ones, in DeepSeek-V3's fields; None if every layer is dense."""
-    return _deepseek_experts(hf, range(hf.first_k_dense_replace), sigmoid=_sigmoid_router(hf))
+    return _deepseek_experts(hf, range(hf.first_k_dense_replace), routing=_corrected_router(hf))
 
 
-def _sigmoid_router(hf: HfConfig) -> SigmoidRouterConfig:
-    return SigmoidRouterConfig(groups=hf.n_group, chosen_groups=hf.topk_group, factor=float(hf.routed_scaling_factor))
+def _corrected_router(hf: HfConfig) -> CorrectedRouterConfig:
+    return CorrectedRouterConfig(groups=hf.n_group, chosen_groups=hf.topk_group, factor=float(hf.routed_scaling_factor))
 
 
-def _deepseek_experts(hf: HfConfig, dense: Sequence[int], *, sigmoid: SigmoidRouterConfig | None) -> ExpertsConfig | None:
+def _deepseek_experts(hf: HfConfig, dense: Sequence[int], *, routing: CorrectedRouterConfig | None) -> ExpertsConfig | None:
     """Return the mixture of every layer but the ``dense`` ones, in DeepSeek's fields; None if every layer is dense."""
     if len(dense) >= hf.num_hidden_layers:
         return None
@@ -293,7 +293,7 @@ def _deepseek_experts(hf: HfConfig, dense: Sequence[int], *, sigmoid: SigmoidRou
         renormalize=hf.norm_topk_prob,
         shared_size=hf.n_shared_experts * hf.moe_intermediate_size,
         dense_layers=tuple(dense),
-        sigmoid=sigmoid,
+        routing=routing,
     )
 
 

@@ -87,8 +87,8 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SigmoidRouterConfig:
-    """A router that corrects scores for the choice of experts: the fields of :class:`~outrider.device.SigmoidRouting`."""
+class CorrectedRouterConfig:
+    """A router that corrects scores for the choice of experts: the fields of :class:`~outrider.device.CorrectedRouting`."""
 
     groups: int = 1
     chosen_groups: int = 1
@@ -122,7 +122,7 @@ class ExpertsConfig:
     """The activation of experts with biases, whose router has a bias, too. None for experts without biases."""
     activation: ExpertActivation = "silu"
     """The activation of experts without biases."""
-    sigmoid: SigmoidRouterConfig | None = None
+    routing: CorrectedRouterConfig | None = None
     """A router with a correction, next to a shared expert without a gate. None for a router with a softmax alone."""
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class ExpertsConfig:
             raise ConfigError(
                 f"model config: a token goes to {self.per_token} experts, expected at most the {self.count} there are"
             )
-        groups = self.sigmoid or SigmoidRouterConfig()
+        groups = self.routing or CorrectedRouterConfig()
         if self.count % groups.groups or self.per_token * groups.groups > groups.chosen_groups * self.count:
             raise ConfigError(
                 f"model config: {self.per_token} of {self.count} experts are in {groups.chosen_groups} of {groups.groups} "
@@ -386,7 +386,7 @@ class ModelConfig:
             "expert_biases": experts is not None and experts.biases is not None,
             "expert_gelu": experts is not None and experts.activation == "gelu_tanh",
             "joint_head_norms": self.joint_qk_norm,
-            "sigmoid_routing": self.routes_by_sigmoids,
+            "corrected_routing": self.corrects_scores,
         }
         missing = [name for name, is_needed in needed.items() if is_needed and name not in kernels.optional_operands]
         if missing:
@@ -396,14 +396,14 @@ class ModelConfig:
             )
 
     @property
-    def routes_by_sigmoids(self) -> bool:
+    def corrects_scores(self) -> bool:
         """True if the router of each mixture has sigmoids instead of a softmax."""
-        return self.experts is not None and self.experts.sigmoid is not None
+        return self.experts is not None and self.experts.routing is not None
 
     @property
     def has_deepseek_experts(self) -> bool:
         """True if routers are in float32 and the shared expert of each mixture has no gate, as in DeepSeek's models."""
-        return self.routes_by_sigmoids or self.latent is not None
+        return self.corrects_scores or self.latent is not None
 
     @property
     def attention_scale(self) -> float:

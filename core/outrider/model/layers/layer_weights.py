@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.device import (
     AttentionBlock,
     ConfigError,
+    CorrectedRouting,
     DeltaRuleWeights,
     ExpertBiases,
     ExpertsBlock,
@@ -22,7 +23,6 @@ from outrider.device import (
     QuantizedWeight,
     RankBoundary,
     RecurrentBlock,
-    SigmoidRouting,
     SplitWeight,
     Weight,
 )
@@ -246,9 +246,9 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
     if experts.biases is not None and weights.gate_up_bias is not None:
         down_bias = weights.gate_up_bias.new_zeros(plain(down).shape[:2]) if weights.down_bias is None else weights.down_bias
         biases = ExpertBiases(weights.gate_up_bias, down_bias, experts.biases)
-    sigmoid = None
-    if experts.sigmoid is not None and weights.router_correction is not None:
-        sigmoid = SigmoidRouting(weights.router_correction.flatten(), **asdict(experts.sigmoid))
+    routing = None
+    if experts.routing is not None and weights.router_correction is not None:
+        routing = CorrectedRouting(weights.router_correction.flatten(), **asdict(experts.routing))
     return ExpertsBlock(
         norm=weights.mlp_norm,
         eps=config.rms_eps,
@@ -256,7 +256,7 @@ def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ra
         router_bias=weights.router_bias,
         per_token=experts.per_token,
         renormalize=experts.renormalize,
-        sigmoid=sigmoid,
+        routing=routing,
         held=ranks.shards.held_experts(experts.count),
         gate_up=gate_up,
         down=down,

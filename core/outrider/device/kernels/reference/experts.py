@@ -36,7 +36,7 @@ def route(
 
     With ``renormalize``, the weights of each token have sum 1. Numbers count from ``first``. Weights and numbers of experts
     before it, and from ``last`` on, become 0 and -1. ``correction`` [E] and the operands after it are the fields of a
-    :class:`~outrider.device.SigmoidRouting`. See ``KernelSet.route``.
+    :class:`~outrider.device.CorrectedRouting`. See ``KernelSet.route``.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = wide.softmax(-1) if softmax else wide.sigmoid()

@@ -15,7 +15,7 @@ from model.test_mixtures import edited, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
 from outrider.cli.options.models import Speculation
-from outrider.device import ConfigError, KernelSet, SigmoidRouting
+from outrider.device import ConfigError, CorrectedRouting, KernelSet
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, plan_decoder
 from outrider.registry import get_backend
@@ -177,7 +177,7 @@ def test_kernels_that_route_by_a_softmax_alone_are_refused(backend, glm):
         def route(self, *operands, **named):
             return super().route(*operands, **named)
 
-    told = "a glm4_moe model needs sigmoid_routing, which the kernels 'routes' don't take"
+    told = "a glm4_moe model needs corrected_routing, which the kernels 'routes' don't take"
     with pytest.raises(ConfigError, match=told):
         plan_decoder(glm[0], backend=backend, dtype=torch.float32, kernels=Routes())
 
@@ -186,20 +186,20 @@ def test_a_token_of_each_kind():
     """Group 1 wins with 0.9 + 0.8, though expert 0 is the best; the correction chooses and doesn't weigh."""
     scores = torch.tensor([[0.95, 0.1, 0.9, 0.8], [0.6, 0.5, 0.55, 0.5]])
     logits = scores.log() - (1 - scores).log()
-    routing = SigmoidRouting(torch.tensor([0.0, 0.0, 0.0, 0.0]), groups=2, chosen_groups=1, factor=2.0)
-    weights, chosen = KernelSet().route(logits, 2, renormalize=True, sigmoid=routing)
+    routing = CorrectedRouting(torch.tensor([0.0, 0.0, 0.0, 0.0]), groups=2, chosen_groups=1, factor=2.0)
+    weights, chosen = KernelSet().route(logits, 2, renormalize=True, routing=routing)
     assert chosen.tolist() == [[2, 3], [0, 1]]
     torch.testing.assert_close(weights, 2.0 * torch.tensor([[0.9 / 1.7, 0.8 / 1.7], [0.6 / 1.1, 0.5 / 1.1]]))
     corrected = routing._replace(correction=torch.tensor([0.0, 1.0, 0.0, 0.0]))
-    weights, chosen = KernelSet().route(logits, 1, renormalize=False, sigmoid=corrected)
+    weights, chosen = KernelSet().route(logits, 1, renormalize=False, routing=corrected)
     assert chosen.tolist() == [[1], [1]]
     torch.testing.assert_close(weights, 2.0 * torch.tensor([[0.1], [0.5]]))
-    _, held = KernelSet().route(logits, 2, renormalize=True, sigmoid=routing, held=(2, 4))
+    _, held = KernelSet().route(logits, 2, renormalize=True, routing=routing, held=(2, 4))
     assert held.tolist() == [[0, 1], [-1, -1]]
 
 
 @pytest.mark.parametrize(("groups", "chosen"), [(3, 1), (4, 1), (2, 3)])
 def test_groups_that_do_not_fit_are_known_before_anything_runs(groups, chosen):
-    routing = SigmoidRouting(torch.zeros(8, device="meta"), groups, chosen)
+    routing = CorrectedRouting(torch.zeros(8, device="meta"), groups, chosen)
     with pytest.raises(RuntimeError, match="expected groups of one size"):
-        KernelSet().route(torch.zeros(1, 8, device="meta"), 3, renormalize=True, sigmoid=routing)
+        KernelSet().route(torch.zeros(1, 8, device="meta"), 3, renormalize=True, routing=routing)
