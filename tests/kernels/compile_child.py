@@ -226,9 +226,9 @@ def quantized_kernels(capability):
 OF_RULE = {"D": 128, "E": 128, "BLOCK_D": 128, "BLOCK_E": 128}
 OF_WINDOW, NO_WINDOW = {"pending": LONG}, {"pending": None, "TOKENS": 0}
 NORM = {"bias": None, "PARTS": 2, "BLOCK": 4096}
-# What a name means depends on the kernel for a few of them.
 ROUTED = {"weights": WIDE, "chosen": LONG, "first": "i32", "last": "i32"}
 ROUTED |= dict.fromkeys(("factor", "epsilon", "minimum"), "fp32")
+# What a name means depends on the kernel for a few of them.
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
     (rows.add_gated, {}, {"BLOCK": 2048}),

@@ -46,6 +46,7 @@ def test_chunks_of_a_prompt(backend, checkpoints, family, chunk):
     agree(checkpoints[family][0], backend, checkpoints[family][1], chunk=chunk)
 
 
+@pytest.mark.sample(1, per="family,device")
 @pytest.mark.parametrize("speculate", ["none", "ngram", "draft-model"])
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("family", FAMILIES)
