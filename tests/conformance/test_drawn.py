@@ -181,7 +181,7 @@ class Careless(KernelSet):
         ("route", "ascending", {}),
         ("route", "held experts keep their numbers", {"held": 2}),
         *(
-            ("route, corrected_routing", fault, {"flag": 0, "experts": 8})
+            ("route, corrected_routing", fault, {"flag": 0, "experts": 8, "tokens": 12})
             for fault in (
                 "no groups",
                 "one group more",
@@ -377,7 +377,7 @@ OPTIONAL = {
     "sinks": "attention_block, attention_sinks",
     "biases": "experts_block, expert_biases",
     "activation": "experts_block, expert_gelu",
-    "corrected": "experts_block, corrected_routing",
+    "routing": "experts_block, corrected_routing",
 }
 """Problems of fields that only kernels with an optional operand take."""
 BLOCK_RECORDS = {AttentionBlock: "attention_block", MlpBlock: "mlp_block", ExpertsBlock: "experts_block"}
