@@ -290,7 +290,7 @@ class TritonKernels(FusedBlocks):
     ) -> None:
         """Rotate queries and keys and write the cache, one program per token."""
         contiguous = all(x.stride(-1) == 1 for x in (q, k, v, cos, sin))
-        if not has_kernel(q) or not contiguous or cos.shape[1] != q.shape[2]:
+        if not has_kernel(q) or not contiguous:
             super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
             return
         _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)

@@ -160,16 +160,17 @@ def _rope_write_cache(
     slots: Tensor,
     pdl: bool,
 ) -> None:
-    expect_laid_out(cos, sin, k_cache, v_cache)
+    expect_laid_out(cos, sin, k_cache, v_cache, partly=True)
     tokens, heads, size = q.shape
-    kv_heads = k.shape[1]
+    kv_heads, rotated = k.shape[1], cos.shape[1]
     block_q, block_half = power_of_two(heads), power_of_two(size // 2)
     launch(
         jit.rope_write_cache,
         (tokens,),
-        *(q, k, v, cos, sin, k_cache, v_cache, slots, heads, kv_heads, size // 2),
+        *(q, k, v, cos, sin, k_cache, v_cache, slots, heads, kv_heads, size // 2, rotated // 2),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0)),
         *(k_cache.stride(1), k_cache.stride(2)),
+        PARTLY=rotated != size,
         BLOCK_Q=block_q,
         BLOCK_KV=power_of_two(kv_heads),
         BLOCK_HALF=block_half,

@@ -236,7 +236,8 @@ KERNELS = [
     (rows.add_rms_norm, {"x": WIDE}, {**NORM, "grains": None, "PLANES": True}),
     (rows.silu_mul, {"grains": WIDE}, {"PLANES": True, "BLOCK": 1024}),
     (rows.silu_mul, {}, {"grains": None, "PLANES": False, "BLOCK": 1024}),
-    (rows.rope_write_cache, {}, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
+    (rows.rope_write_cache, {}, {"PARTLY": False, "BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
+    (rows.rope_write_cache, {}, {"PARTLY": True, "BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
     (
         rows.add_parts_rope_write_cache,
         {"parts": WIDE, "bias": HALF},
@@ -363,7 +364,7 @@ KERNELS = [
 ]
 NARROW = dict.fromkeys(("k_cache", "v_cache"), E4M3)
 IN_E4M3 = [
-    (rows.rope_write_cache, NARROW, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
+    (rows.rope_write_cache, NARROW, {"PARTLY": False, "BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
     (
         rows.add_parts_rope_write_cache,
         {**NARROW, "parts": WIDE, "bias": HALF},

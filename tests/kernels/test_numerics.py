@@ -39,6 +39,8 @@ RARE = {"wide_norm": 1, "partial": 1, "held": 1, "nan": 1, "head_norms": 1, "win
 def check_small_problem(kernel, dtype, changes, kernels, device):
     if device.type == "cpu" and dtype is torch.bfloat16:
         pytest.skip("not run: the interpreter computes bfloat16 wrongly; float16 is tested here, bfloat16 on a device")
+    if device.type == "cpu" and "fp8" in kernel:  # the interpreter makes 384 of NaN in e4m3; a device keeps it
+        changes = changes | {"nan": 0}
     dtype = torch.float32 if DRAWN[kernel].choices else dtype  # where both sides draw the same
     check_kernels(kernels, small(kernel, dtype, **changes), device)
 

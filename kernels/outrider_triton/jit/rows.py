@@ -171,15 +171,23 @@ def as_cached(x, cache):
 
 
 @triton.jit
-def _rotate(pointers, half, cos_low, sin_low, cos_high, sin_high, mask):
-    """Rotate the low and high halves of some heads at ``pointers`` in place, and return the rotated halves."""
-    low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(pointers + half, mask=mask, other=0.0).to(tl.float32)
-    rotated_low = (low * cos_low - high * sin_low).to(pointers.dtype.element_ty)
-    rotated_high = (high * cos_high + low * sin_high).to(pointers.dtype.element_ty)
-    tl.store(pointers, rotated_low, mask=mask)
-    tl.store(pointers + half, rotated_high, mask=mask)
+def _rotate(heads, first, second, cos_low, sin_low, cos_high, sin_high, mask):
+    """Rotate the elements ``first`` and ``second`` of some ``heads`` in place, and return them."""
+    low = tl.load(heads + first, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(heads + second, mask=mask, other=0.0).to(tl.float32)
+    rotated_low = (low * cos_low - high * sin_low).to(heads.dtype.element_ty)
+    rotated_high = (high * cos_high + low * sin_high).to(heads.dtype.element_ty)
+    tl.store(heads + first, rotated_low, mask=mask)
+    tl.store(heads + second, rotated_high, mask=mask)
     return rotated_low, rotated_high
+
+
+@triton.jit
+def _pairs(pair, half, rotated):
+    """Return the elements of a head that rotate together. Those after the first 2 ``rotated`` are paired in order; they keep
+    their values.
+    """
+    return tl.where(pair < rotated, pair, pair + rotated), tl.where(pair < rotated, pair + rotated, pair + half)
 
 
 @triton.jit
@@ -195,6 +203,7 @@ def rope_write_cache(
     heads,
     kv_heads,
     half,
+    rotated,
     q_token,
     q_head,
     k_token,
@@ -204,35 +213,39 @@ def rope_write_cache(
     angles_token,
     cache_slot,
     cache_head,
+    PARTLY: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Rotate one token's queries and keys in place, and write its keys and values to its cache slot; one program per token.
-    Strides are in elements; ``cache_slot`` is that of a slot.
+    Strides are in elements; ``cache_slot`` is that of a slot. If PARTLY, the first 2 ``rotated`` elements of a head rotate.
     """
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = lane < half
-    cos_low = tl.load(cos + token * angles_token + lane, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + token * angles_token + lane, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + token * angles_token + half + lane, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + token * angles_token + half + lane, mask=inside, other=0.0).to(tl.float32)
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = pair < half
+    first, second = pair, pair + half
+    if PARTLY:
+        first, second = _pairs(pair, half, rotated)
+    angle = token * angles_token + pair
+    cos_low, sin_low, cos_high, sin_high = _load_angles(cos, sin, angle, angle + rotated, pair < rotated)
 
     head = tl.arange(0, BLOCK_Q)[:, None]
-    _rotate(q + token * q_token + head * q_head + lane, half, cos_low, sin_low, cos_high, sin_high, inside & (head < heads))
+    queries = q + token * q_token + head * q_head
+    _rotate(queries, first, second, cos_low, sin_low, cos_high, sin_high, inside & (head < heads))
 
     head = tl.arange(0, BLOCK_KV)[:, None]
     mask = inside & (head < kv_heads)
-    low, high = _rotate(k + token * k_token + head * k_head + lane, half, cos_low, sin_low, cos_high, sin_high, mask)
-    offset = tl.load(slots + token) * cache_slot + head * cache_head + lane
-    tl.store(k_cache + offset, as_cached(low, k_cache), mask=mask)
-    tl.store(k_cache + offset + half, as_cached(high, k_cache), mask=mask)
-    value = v + token * v_token + head * v_head + lane
-    tl.store(v_cache + offset, as_cached(tl.load(value, mask=mask, other=0.0), v_cache), mask=mask)
-    tl.store(v_cache + offset + half, as_cached(tl.load(value + half, mask=mask, other=0.0), v_cache), mask=mask)
+    keys = k + token * k_token + head * k_head
+    low, high = _rotate(keys, first, second, cos_low, sin_low, cos_high, sin_high, mask)
+    place = tl.load(slots + token) * cache_slot + head * cache_head
+    _store_halves(k_cache, place, first, second, low, high, mask)
+    values = v + token * v_token + head * v_head
+    low = tl.load(values + first, mask=mask, other=0.0)
+    high = tl.load(values + second, mask=mask, other=0.0)
+    _store_halves(v_cache, place, first, second, low, high, mask)
 
 
 @triton.jit
@@ -312,10 +325,7 @@ def add_parts_rope_write_cache(
     is_query = head < heads
     is_rotated = head < heads + kv_heads
     inside = (pair < half) & (head < heads + 2 * kv_heads)
-    # Elements that rotate together; the others of a head are paired in order, and keep their values.
-    first = tl.where(pair < rotated, pair, pair + rotated)
-    second = tl.where(pair < rotated, pair + rotated, pair + half)
-    rotates = pair < rotated
+    first, second = _pairs(pair, half, rotated)
     if q_norm is not None:  # weights, so their loads may precede the wait
         is_element = pair < half
         low_factor = _norm_factors(q_norm, k_norm, first, is_element, is_query)
@@ -324,7 +334,7 @@ def add_parts_rope_write_cache(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     angle = token * angles_token + pair
-    cos_low, sin_low, cos_high, sin_high = _load_angles(cos, sin, angle, angle + rotated, rotates)
+    cos_low, sin_low, cos_high, sin_high = _load_angles(cos, sin, angle, angle + rotated, pair < rotated)
     source = parts + token * token_stride + head * (2 * half)
     low = tl.zeros([HEADS, BLOCK_HALF], dtype=tl.float32)
     high = tl.zeros([HEADS, BLOCK_HALF], dtype=tl.float32)
