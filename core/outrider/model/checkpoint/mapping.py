@@ -481,10 +481,8 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
         targets += _stacked_targets(experts, hidden, f"{block}.experts", name, shards)
     else:
         first = f"{block}.experts.0"
-        has_own_names = block.endswith(".block_sparse_moe") and not any(
-            f"{first}.{part}" in present for part in _EXPERT_PARTS
-        )
-        parts = _MIXTRAL_PARTS if has_own_names else _EXPERT_PARTS
+        has_usual_names = any(f"{first}.{part}" in present for part in _EXPERT_PARTS)
+        parts = _MIXTRAL_PARTS if block.endswith(".block_sparse_moe") and not has_usual_names else _EXPERT_PARTS
         held = shards.held_experts(experts.count)
         each = [f"{block}.experts.{expert}" for expert in range(*(held or (0, experts.count)))]
         span = shards.mlp.even(experts.intermediate_size) if held is None else None
