@@ -49,6 +49,7 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path, backend, deepseek):
     agree(edited(deepseek[0], tmp_path, model_type="kimi_k2"), backend, deepseek[1])
 
 
+@pytest.mark.sample(2, per="device")
 @pytest.mark.parametrize("speculate", ["none", "ngram", "suffix", "draft-model"])
 @pytest.mark.parametrize("device", ["cpu", "sim", "sim:like=npu", "sim:kernels=host-plans"])
 def test_engines_give_the_tokens_of_transformers(deepseek, device, speculate):
