@@ -83,6 +83,7 @@ ROUTED += [(family, name) for family in ("hy_v3", "ernie4_5_moe") for name in ("
 ROUTED += [("minimax_m2", name) for name in ("data", "data, divided")]  # whose norms are of all heads
 
 
+@pytest.mark.sample(2, per="family")
 @pytest.mark.parametrize(("family", "name"), ROUTED)
 def test_ranks_route_by_corrected_scores_over_all_experts(family, name, tmp_path):
     write_checkpoint(tmp_path, family)
