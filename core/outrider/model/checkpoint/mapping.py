@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -65,8 +66,8 @@ def _projections(
     def rows(first: int, last: int, total: int) -> TensorSlice | None:
         return None if last - first == total else TensorSlice(0, first, last)
 
-    (first, last), (first_key, last_key) = shards.heads(config), shards.kv_heads(config)
-    own_queries = rows(first * size, last * size, queries)
+    first_key, last_key = shards.kv_heads(config)
+    own_queries = _head_rows(config, shards, size)
     own_keys = rows(first_key * size, last_key * size, keys)
     own_inner = rows(*shards.mlp.even(inner), inner)
     query, key, value = _QKV
@@ -78,6 +79,12 @@ def _projections(
         **dict.fromkeys(_GATE_UP, ((inner, hidden), own_inner)),
         _DOWN: ((hidden, inner), as_columns(own_inner)),
     }
+
+
+def _head_rows(config: ModelConfig, shards: Shards, size: int) -> TensorSlice | None:
+    """Return this rank's rows of a tensor that has ``size`` rows per query head; None for all rows."""
+    first, last = shards.heads(config)
+    return None if last - first == config.num_heads else TensorSlice(0, first * size, last * size)
 
 
 def layer_targets(
@@ -149,20 +156,14 @@ def layer_targets(
         sizes = zip("qk", counts, strict=True)
         targets += [norm(f"{part}_norm", f"self_attn.{part}_norm", count * config.head_size) for part, count in sizes]
     if config.attention_sinks and attends:
-        first, last = shards.heads(config)
-        own = None if last - first == config.num_heads else TensorSlice(0, first, last)
+        own = _head_rows(config, shards, 1)
         targets.append(Target(f"{name}.sinks", (Piece(f"{prefix}.self_attn.sinks", (config.num_heads,), own),), wide=True))
     return targets
 
 
 def latent_targets(config: ModelConfig, latent: LatentConfig, stem: str, name: str, shards: Shards) -> list[Target]:
     """Return the weights of latent attention of the layer ``name``, whose names begin with ``stem`` in the checkpoint."""
-    first, last = shards.heads(config)
-
-    def own(size: int) -> TensorSlice | None:
-        """Return this rank's rows of a product that has ``size`` rows per head; None for all rows."""
-        return None if last - first == config.num_heads else TensorSlice(0, first * size, last * size)
-
+    own = partial(_head_rows, config, shards)
     heads, hidden, up_rows = config.num_heads, config.hidden_size, latent.unrotated_size + latent.value_size
     queries = Piece(f"{stem}.q_proj.weight", (heads * latent.head_size, hidden), own(latent.head_size))
     targets = [
