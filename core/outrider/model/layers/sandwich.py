@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
 
 from outrider.device import ExpertsBlock, KernelSet, ResidualStream
 from outrider.device.kernels.blocks import attended_rows, mixed_experts, write_heads
+from outrider.device.kernels.reference.experts import gelu_mul
 from outrider.device.kernels.weights import linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.inputs import ForwardInput
@@ -104,8 +104,8 @@ class SandwichLayer:
         result = linear(kernels, attended, block.output, block.output_bias)
         rows = tokens.rows.continued(kernels, rows)
         rows.add_(kernels.rms_norm(result, self._output_norms[0], eps))
-        gate, up = linear(kernels, kernels.rms_norm(rows, mlp.norm, eps), mlp.gate_up).chunk(2, dim=-1)
-        result = linear(kernels, gelu(gate, approximate="tanh") * up, mlp.down)
+        gate_up = linear(kernels, kernels.rms_norm(rows, mlp.norm, eps), mlp.gate_up)
+        result = linear(kernels, gelu_mul(gate_up), mlp.down)
         if self._experts is not None:
             result = self._experts.combine_with_mlp(rows, result)
         rows.add_(kernels.rms_norm(result, self._output_norms[1], eps))
