@@ -194,7 +194,7 @@ def hy_v3(hf: HfConfig) -> dict[str, Any]:
         intermediate_size=hf.moe_intermediate_size,
         renormalize=True,
         shared_size=hf.num_shared_experts * hf.moe_intermediate_size,
-        dense_layers=tuple(index for index, kind in enumerate(kinds) if kind == "dense"),
+        dense_layers=_dense_layers(kinds),
         routing=CorrectedRouterConfig(factor=float(hf.router_scaling_factor)),
     )
     return qwen3(hf) | {"experts": experts if "sparse" in kinds else None, "windows": one_window(hf, None)}
@@ -244,7 +244,7 @@ def glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
 
     Raises :class:`ConfigError` if ``first_k_dense_replace``, which transformers ignores, names other layers.
     """
-    dense = tuple(index for index, kind in enumerate(hf.mlp_layer_types) if kind == "dense")
+    dense = _dense_layers(hf.mlp_layer_types)
     declared = getattr(hf, "first_k_dense_replace", None)
     if len(hf.mlp_layer_types) != hf.num_hidden_layers or declared not in (None, len(dense)):
         raise ConfigError(
@@ -271,6 +271,11 @@ def _latent_attention(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
         interleaved=interleaved,
     )
     return {"latent": latent, "head_size": latent.head_size, "windows": one_window(hf, None)}
+
+
+def _dense_layers(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Return the layers without experts in a config's list of the ``kinds`` of MLPs."""
+    return tuple(index for index, kind in enumerate(kinds) if kind == "dense")
 
 
 def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig | None:
