@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from model.test_decoder import PROMPT, agree, engines_agree, expect
-from model.test_mixtures import edited, nbytes, reshaped, without
+from model.test_mixtures import edited, expect_refusal, nbytes, reshaped, without
 from outrider import Engine, SamplingParams
 from outrider.device import Capabilities, ConfigError, KernelSet, QuantizedWeight, WrappedKernels
 from outrider.device.kernels.reference.model import dequantize
-from outrider.errors import CheckpointError
 from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.checkpoint.loading import header_bytes
 from outrider.registry import get_backend
@@ -257,9 +256,7 @@ SCALES, BLOCKS = f"{STEM}.gate_up_proj_scales", f"{STEM}.gate_up_proj_blocks"
     ],
 )
 def test_a_broken_checkpoint_names_the_tensor(tmp_path, backend, request, layout, change, told):
-    edited(request.getfixturevalue(layout)[0], tmp_path, change)
-    with pytest.raises(CheckpointError, match=re.escape(told)):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(request.getfixturevalue(layout)[0], tmp_path, backend, re.escape(told), change)
 
 
 class Attends(KernelSet):

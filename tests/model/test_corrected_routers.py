@@ -11,7 +11,7 @@ from transformers.modeling_layers import MtpLayer
 
 from model.harness import Driver
 from model.test_decoder import PROMPT, agree, engines_agree, expect
-from model.test_mixtures import edited, reshaped, without
+from model.test_mixtures import edited, expect_refusal, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
 from outrider.cli.options.models import Speculation
@@ -158,16 +158,12 @@ def test_a_layer_too_many_that_is_no_head_is_refused(tmp_path, backend, glm):
     ],
 )
 def test_a_broken_checkpoint_names_the_tensor(tmp_path, backend, glm, change, told):
-    edited(glm[0], tmp_path, change)
-    with pytest.raises(CheckpointError, match=re.escape(told)):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(glm[0], tmp_path, backend, re.escape(told), change)
 
 
 @pytest.mark.parametrize(("config", "told"), WRONG_CONFIGS["glm4_moe"], ids=lambda value: next(iter(value)))
 def test_a_config_that_cannot_be(tmp_path, backend, glm, config, told):
-    edited(glm[0], tmp_path, **config)
-    with pytest.raises(CheckpointError, match=told):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(glm[0], tmp_path, backend, told, **config)
 
 
 def test_kernels_that_route_by_a_softmax_alone_are_refused(backend, glm):

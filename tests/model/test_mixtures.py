@@ -34,6 +34,13 @@ def edited(source, target, change=None, **config):
     return target
 
 
+def expect_refusal(source, target, backend, told, change=None, **config):
+    """The copy that :func:`edited` makes is refused with an error that matches ``told``."""
+    edited(source, target, change, **config)
+    with pytest.raises(CheckpointError, match=told):
+        load_decoder(target, backend=backend, dtype=torch.float32)
+
+
 def fused(tensors):
     """The stacks that transformers has in memory, in place of a tensor for each expert."""
     made, stacks = {}, {}
@@ -165,18 +172,14 @@ BIAS = "model.layers.0.block_sparse_moe.gate.e_score_correction_bias"
     ids=["no expert", "no router", "expert's shape", "router's shape", "bias of the router", "stack's shape", "no stack"],
 )
 def test_a_broken_checkpoint_names_the_tensor(tmp_path, backend, mixtral, change, told):
-    edited(mixtral[0], tmp_path, change)
-    with pytest.raises(CheckpointError, match=told):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(mixtral[0], tmp_path, backend, told, change)
 
 
 @pytest.mark.parametrize(
     ("config", "told"), WRONG_CONFIGS["mixtral"], ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
 )
 def test_a_config_that_cannot_be(tmp_path, backend, mixtral, config, told):
-    edited(mixtral[0], tmp_path, **config)
-    with pytest.raises(CheckpointError, match=told):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(mixtral[0], tmp_path, backend, told, **config)
 
 
 @pytest.mark.parametrize(

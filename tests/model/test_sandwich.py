@@ -10,11 +10,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, state
 from model.test_decoder import PROMPT, TOLERANCE, Driver, agree, engines_agree, expect
-from model.test_mixtures import edited, reshaped, without
+from model.test_mixtures import edited, expect_refusal, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
-from outrider.errors import CheckpointError
 from outrider.model import KVCache, ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.registry import get_backend
@@ -160,16 +159,12 @@ def test_pages_have_the_heads_of_their_layer(backend, gemma):
     ],
 )
 def test_a_broken_checkpoint_names_the_tensor(tmp_path, backend, gemma, change, told):
-    edited(gemma[0], tmp_path, change)
-    with pytest.raises(CheckpointError, match=re.escape(told)):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(gemma[0], tmp_path, backend, re.escape(told), change)
 
 
 @pytest.mark.parametrize(("config", "told"), WRONG_CONFIGS["gemma4"], ids=lambda value: next(iter(value)))
 def test_a_config_that_cannot_be(tmp_path, backend, gemma, config, told):
-    edited(gemma[0], tmp_path, **config)
-    with pytest.raises(CheckpointError, match=told):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(gemma[0], tmp_path, backend, told, **config)
 
 
 @pytest.mark.parametrize("shards", [Shards(attention=Shard(0, 2), mlp=Shard(0, 2)), Shards(mlp=Shard(1, 2))])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model.test_decoder import PROMPT, Driver, agree
-from model.test_mixtures import edited, reshaped, without
+from model.test_mixtures import edited, expect_refusal, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider.device import ConfigError, KernelSet, QuantizedWeight
 from outrider.device.kernels.weights import quantized_products
@@ -122,16 +122,12 @@ def test_kernels_that_compute_swiglu_alone_are_refused(backend, mixture, kernel)
     ],
 )
 def test_a_broken_checkpoint_names_the_tensor(tmp_path, backend, mixture, change, told):
-    edited(mixture[0], tmp_path, change)
-    with pytest.raises(CheckpointError, match=re.escape(told)):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(mixture[0], tmp_path, backend, re.escape(told), change)
 
 
 @pytest.mark.parametrize(("config", "told"), WRONG_CONFIGS["gemma4-experts"], ids=lambda value: next(iter(value)))
 def test_a_config_that_cannot_be(tmp_path, backend, mixture, config, told):
-    edited(mixture[0], tmp_path, **config)
-    with pytest.raises(CheckpointError, match=told):
-        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    expect_refusal(mixture[0], tmp_path, backend, told, **config)
 
 
 def test_a_published_config(tmp_path):
