@@ -25,7 +25,8 @@ CiDeclaration CACHE_FORMATS ClampedActivation Collective CollectiveError ConfigE
 DeadlockError Decision DecoderShape
 DeltaRuleWeights DeviceError DeviceFault DeviceLost DeviceStuck ENTRY_POINT_GROUP EagerGraph EngineStopped Event EventFence
 ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HeadNorms HostParam JoinedPlan KERNELS_GROUP KeepAlive
-KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
+KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE LatentKernels MemoryInfo ModelKernels
+Observer
 Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView
 QUANTIZED_FORMATS QuantizedWeight ROW_ACCESS Recompute
 RecurrentBatch RecurrentKernels

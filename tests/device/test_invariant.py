@@ -29,7 +29,7 @@ EXACT = {
     "place_accepted",
 }
 """Single additions, products, quotients, copies and comparisons: rounded once at most, whatever the shape of the call."""
-COMPOSED = composed_kernels().keys() - {"all_reduce_rms_norm"}
+COMPOSED = composed_kernels().keys() - {"all_reduce_rms_norm", "latent_norm_rope_write_cache"}
 """By default these call other methods, which are wrapped."""
 
 PLAIN, KERNELS = KernelSet(), KernelSet().batch_invariant()

@@ -65,11 +65,11 @@ def test_the_work_of_a_prompt_counts_recurrent_layers(hybrid):
 
 
 def test_the_work_of_a_prompt_counts_expanded_keys_and_values(tmp_path):
-    """Queries, keys and values of four heads of 64, and the products that they are gathered from."""
+    """Queries and results of four heads of 64, and keys and values, thrice, of four tokens for each new one."""
     write_checkpoint(tmp_path, "deepseek_v3", qk_nope_head_dim=56, v_head_dim=32)
     plan = plan_decoder(tmp_path, backend=tiny.BACKEND, dtype=torch.float32)
     assert plan.weight_bytes == size(tensors_of(plan.load().weights).values())
-    work = 4 * (3 * 64 + 2 * (64 + 56 + 32))
+    work = 4 * (2 * 64 + 4 * (4 * 64 + 56 + 32))
     facts = collect_facts(tiny.BACKEND, plan, NonSpeculativeProposer())
     assert facts.prompt_token_bytes == 4 * (6 * plan.config.hidden_size + work)
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from model.cached_checkpoints import write_cached
 from model.harness import Driver
 from model.quantized_checkpoints import write_fp8
 from model.test_corrected_routers import drafts_as_in_transformers, with_head
@@ -18,6 +19,8 @@ from outrider import Engine, SamplingParams
 from outrider.device import QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import Decoder, KVCache, RopeConfig, load_decoder
+from outrider.model.layers import latent
+from outrider.model.layers.latent import LatentAttention
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider.registry import get_backend
 from outrider_proof.tiny import plain_config
@@ -43,6 +46,16 @@ def deepseek(tmp_path_factory):
 @pytest.mark.parametrize("name", LATENT)
 def test_tokens_and_logits_of_transformers(tmp_path, backend, name, chunk):
     agree(tmp_path, backend, write_checkpoint(tmp_path, name), chunk=chunk)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite-q"])
+def test_expanded_prompts_give_the_tokens_of_transformers(tmp_path, monkeypatch, name, device):
+    expand, calls = LatentAttention._attend_expanded, []
+    monkeypatch.setattr(latent, "MIN_EXPANDED_QUERY", 5)
+    monkeypatch.setattr(LatentAttention, "_attend_expanded", lambda self, *args: calls.append(args) or expand(self, *args))
+    engines_agree(tmp_path, write_checkpoint(tmp_path, name), device, "ngram")
+    assert calls
 
 
 def test_kimi_k2_is_a_deepseek_v3(tmp_path, backend, deepseek):
@@ -86,12 +99,12 @@ def test_engines_with_the_head_give_the_tokens_of_transformers(tmp_path, glm, de
     engines_agree(tmp_path, glm[1], device, "mtp")
 
 
-def test_pages_in_fp8_give_the_tokens_of_rounded_keys_and_values(tmp_path, backend, monkeypatch):
+def test_pages_in_fp8_give_the_tokens_of_rounded_latent_vectors(tmp_path, backend, monkeypatch):
     """A number on the border of two may be rounded to either."""
     expand = DeepseekV3Attention.expand_kv
 
     def expand_rounded(self, *vectors):
-        return tuple(each.to(torch.float8_e4m3fn).to(each.dtype) for each in expand(self, *vectors))
+        return expand(self, *(each.to(torch.float8_e4m3fn).to(each.dtype) for each in vectors))
 
     reference = write_checkpoint(tmp_path, "deepseek_v3-dense")
     reference.generation_config.eos_token_id = None
@@ -106,13 +119,20 @@ def test_pages_in_fp8_give_the_tokens_of_rounded_keys_and_values(tmp_path, backe
     assert torch.allclose(ours, logits, rtol=0, atol=1e-3)
 
 
-def test_pages_have_expanded_keys_and_values(backend, deepseek):
+def test_pages_have_latent_vectors(backend, deepseek):
     config = load_decoder(deepseek[0], backend=backend, dtype=torch.float32).config
     cache = KVCache.allocate(config, pages=3, page_size=4, dtype=torch.float32, device=backend.device)
-    assert {tuple(each.shape) for layer in cache.layers for each in layer} == {(3, 4, 4, 24)}
-    assert KVCache.page_bytes(config, page_size=4, dtype=torch.float32) == 3 * 2 * 4 * 4 * 24 * 4
+    assert [[tuple(each.shape) for each in layer] for layer in cache.layers] == [[(3, 4, 1, 8), (3, 4, 1, 40)]] * 3
+    assert KVCache.page_bytes(config, page_size=4, dtype=torch.float32) == 3 * 4 * (8 + 40) * 4
     temperature = 1 + 0.1 * 1.3 * torch.tensor(4.0).log().item()
     assert config.attention_scale == pytest.approx(24**-0.5 * temperature**2)
+
+
+def test_stored_scales_of_the_cache_are_refused(tmp_path, backend):
+    write_cached(tmp_path, "deepseek_v3-dense")
+    with pytest.raises(CheckpointError, match="stored scales .* latent vectors .* --kv-dtype plain"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    load_decoder(tmp_path, backend=backend, dtype=torch.float32, kv_dtype="plain")
 
 
 def test_a_share_of_two_sizes_rotates_as_many_dimensions():
@@ -159,8 +179,9 @@ def test_a_quantised_copy_runs(tmp_path, backend, deepseek, format):
     quantize_checkpoint(deepseek[0], tmp_path / "copy", format=format, group=8 if format == "int4" else None)
     model = load_decoder(tmp_path / "copy", backend=backend, dtype=torch.float32)
     layer = model.weights.layers[1]
-    quantized = layer.qkv, layer.output, layer.latent.q_up, layer.latent.kv_up
+    quantized = layer.qkv, layer.output, layer.latent.q_up
     assert all(isinstance(each, QuantizedWeight) for each in quantized)
+    assert isinstance(layer.latent.kv_up, torch.Tensor)
     plain = load_decoder(tmp_path / "copy", backend=backend, dtype=torch.float32, quantized="dequantize")
     driver = Driver(plain)
     wanted = driver.logits([(driver.sequence(), PROMPT)])

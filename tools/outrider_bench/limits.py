@@ -129,7 +129,7 @@ def _layer_operations(layers: Sequence[LayerWeights], config: ModelConfig, conte
         operations += 2 * matrices
     for number in config.attention_layers:
         reach = config.windows[number] or context
-        operations += 4 * config.num_heads * config.of_layer(number).head_size * min(context, reach)
+        operations += 2 * config.num_heads * config.of_layer(number).attended_size * min(context, reach)
     recurrent = config.recurrent
     if recurrent is not None:
         state = recurrent.value_heads * recurrent.key_size * recurrent.value_size

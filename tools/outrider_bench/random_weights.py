@@ -35,7 +35,7 @@ _SEEDS_PER_RANK = 1000
 _UNQUANTIZED_PIECES = ("in_proj_b.weight", "in_proj_a.weight")
 """Names of the pieces of a product that published checkpoints leave unquantized."""
 
-_QUANTIZED = frozenset({"qkv", "output", "gate_up", "down", "q_up", "kv_up"})
+_QUANTIZED = frozenset({"qkv", "output", "gate_up", "down", "q_up"})
 """Last name components of the weights of layers that are quantized."""
 
 __all__ = ["random_decoder", "random_dflash", "random_eagle", "random_mtp", "shape_config"]

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
     from outrider.device.kernels.formats import CACHE_FORMATS, QUANTIZED_FORMATS
     from outrider.device.kernels.kernelset import KernelSet, WrappedKernels
+    from outrider.device.kernels.latent_kernels import LatentKernels
     from outrider.device.kernels.metadata import (
         AttentionMetadata,
         AttentionShape,
@@ -118,8 +119,8 @@ _LAZY_MODULES = (
     *("tools", "stream", "sync"),
     *("capabilities", "collectives", "graph", "memory", "backend", "torch_backend", "torch_collectives"),
     *("kernels.metadata", "kernels.formats", "kernels.weights", "kernels.residual", "kernels.blocks", "kernels.kernelset"),
-    *("kernels.bookkeeping_kernels", "kernels.model_kernels", "kernels.recurrent_kernels", "kernels.sampling_kernels"),
-    *("kernels.reference.model", "kernels.reference.ops"),
+    *("kernels.bookkeeping_kernels", "kernels.model_kernels", "kernels.latent_kernels", "kernels.recurrent_kernels"),
+    *("kernels.sampling_kernels", "kernels.reference.model", "kernels.reference.ops"),
 )
 """The modules that define the names above. A lookup imports them in this order; the first three don't import torch."""
 
@@ -192,6 +193,7 @@ __all__ = [
     "KernelHooks",
     "KernelInfo",
     "KernelSet",
+    "LatentKernels",
     "LayerRows",
     "MemoryInfo",
     "MlpBlock",

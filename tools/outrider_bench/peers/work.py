@@ -180,7 +180,7 @@ def cache_bytes(work: PeerWork, *, drafts: bool) -> int:
     shape = shape_config(work.model.shape)
     dtype = DTYPES[work.dtype]
     layers = len(shape.attention_layers) + (1 if drafts else 0)
-    cached = work.cached_tokens * 2 * layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
+    cached = work.cached_tokens * layers * sum(heads * size for heads, size in shape.cached_sizes) * dtype.itemsize
     if shape.recurrent is None:
         return cached
     states = 2 + (work.model.draft_tokens if drafts else 0)

@@ -36,11 +36,11 @@ _SINKS = 3.0
 """Magnitude of random sinks: the largest takes most of the weight of a short context."""
 _SHARP = 24.0
 """Factor of queries by which the exponentials of scores overflow."""
-_SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
+SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
 """Magnitude of random keys and values by cache format: some values lie outside the format's range."""
 
 
-def _lengths(shape: Shape, dice: RandomValues) -> tuple[list[int], list[int]]:
+def random_lengths(shape: Shape, dice: RandomValues) -> tuple[list[int], list[int]]:
     """Return the random numbers of new tokens and of cached context tokens of each sequence."""
     batch, most, context = shape["batch"], shape["new"], shape["context"]
     new = dice.integers(1, most + 1, batch).tolist() if shape["ragged"] else [most] * batch
@@ -53,7 +53,7 @@ def _lengths(shape: Shape, dice: RandomValues) -> tuple[list[int], list[int]]:
     return new, before
 
 
-def _tree(counts: list[int], padding: int, width: int, dice: RandomValues) -> Tensor:
+def random_tree(counts: list[int], padding: int, width: int, dice: RandomValues) -> Tensor:
     """Return a random tree mask: each node sees its ancestors and itself. Columns beyond the nodes hold random values."""
     mask = dice.integers(0, 2, sum(counts) + padding, width).bool()
     first = 0
@@ -88,14 +88,14 @@ def _attention(
     cache that no sequence uses hold NaN. Rows of padding follow the rows of all sequences.
     """
     heads, kv_heads, size, page = _cache_sizes(shape)
-    new, before = _lengths(shape, dice)
+    new, before = random_lengths(shape, dice)
     batch, tokens, padding = len(new), sum(new), shape["padding"]
     width = max(n + c for n, c in zip(new, before, strict=True)) // page + 2
     used = [-(-(n + c) // page) for n, c in zip(new, before, strict=True)]
     pages = 1 + sum(used) + 2
     if shape.get("far"):
         pages += MANY if dtype.itemsize < 4 else MANY // 2
-    table, free = torch.zeros(batch, width, dtype=torch.int32), _page_order(dice, pages)
+    table, free = torch.zeros(batch, width, dtype=torch.int32), page_order(dice, pages)
     caches = [torch.full((pages, page, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
     kept = []
     for row, (count, context) in enumerate(zip(new, before, strict=True)):
@@ -107,18 +107,18 @@ def _attention(
         pair[1][0] += 3  # a kernel that skips a block is far off
         if total > MANY:
             pair[1][total - 1] += _SHORT  # also if the block has a small part of all tokens
-        kept.append([_as_stored(part, cache) for part in pair])
+        kept.append([as_stored(part, cache) for part in pair])
         for pages_of, part in zip(caches, kept[-1], strict=True):
             slot = torch.arange(total)
             pages_of[torch.tensor(mine)[slot // page], slot % page] = part.to(dtype)
     q = dice.normal(tokens + padding, heads, size, dtype=dtype, scale=_SHARP if shape.get("sharp") else 1.0)
     window = 1 + shape["window"] * 7 if shape["window"] else 0  # no engine drafts trees for layers with a window
-    mask = _tree(new, padding, max(new) + shape["padding"], dice) if shape["tree"] and not window else None
+    mask = random_tree(new, padding, max(new) + shape["padding"], dice) if shape["tree"] and not window else None
     starts = torch.tensor([sum(new[:row]) for row in range(batch + 1)], dtype=torch.int32)
     operands = {
         "q": Operand(q, "wide"),  # a part of the heads of one product
-        "k_cache": Operand(_as_stored(caches[0], cache)),
-        "v_cache": Operand(_as_stored(caches[1], cache)),
+        "k_cache": Operand(as_stored(caches[0], cache)),
+        "v_cache": Operand(as_stored(caches[1], cache)),
         "query_start": Operand(starts),
         "seq_lens": Operand(torch.tensor([n + c for n, c in zip(new, before, strict=True)], dtype=torch.int32)),
         "block_table": Operand(table),
@@ -160,7 +160,7 @@ def _cache_sizes(shape: Shape) -> tuple[int, int, int, int]:
     return *HEADS[heads], SIZES[size], _PAGES[page]
 
 
-def _page_order(dice: RandomValues, pages: int) -> list[int]:
+def page_order(dice: RandomValues, pages: int) -> list[int]:
     """Return the pages from 1 in a random order, the last page at the end."""
     order = (dice.permutation(pages - 1) + 1).tolist()
     order.remove(pages - 1)
@@ -217,7 +217,7 @@ def _weights(sequence: SequenceOperands, window: int, scale: float, dtype: torch
     return weights[..., :total], torch.expm1(worst[..., :total] + mean) + bounds.UNIT[dtype]
 
 
-def _as_stored(x: Tensor, cache: str | None) -> Tensor:
+def as_stored(x: Tensor, cache: str | None) -> Tensor:
     """Return ``x`` as a cache of the given format stores it; without a format, ``x`` itself."""
     return x if cache is None else x.to(CACHE_FORMATS[cache])
 
@@ -241,7 +241,7 @@ def rotary_operands(
         pages_of[:, -1] = torch.nan  # the write must not change other slots
     made = {"cos": angle.cos(), "sin": angle.sin()}
     operands = {name: Operand(value.repeat(1, 2).to(dtype), "wide") for name, value in made.items()}
-    keys, values = (_as_stored(each, cache) for each in caches)
+    keys, values = (as_stored(each, cache) for each in caches)
     operands |= {"k_cache": Operand(keys), "v_cache": Operand(values), "slots": Operand(slots)}
     return operands, real
 
@@ -254,7 +254,7 @@ def _distinct_slots(count: int, first: int, end: int, dice: RandomValues) -> Ten
     return torch.cat((edges, slots[~torch.isin(slots, edges)]))[:count]
 
 
-def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) -> bounds.Number:
+def cache_after_write(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) -> bounds.Number:
     """Return the expected cache after the write, with any contents allowed in page 0, where padding writes."""
     page = cache.shape[1]
     if cache.dtype in CACHE_FORMATS.values():
@@ -268,7 +268,7 @@ def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) ->
     return wanted
 
 
-def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
+def of_real_tokens(x: bounds.Number, real: Tensor) -> bounds.Number:
     """Return ``x`` with an unlimited error for rows of padding, which may hold any finite number."""
     return bounds.Number(x.value, torch.where(real.view(-1, *[1] * (x.value.dim() - 1)), x.error, UNBOUNDED))
 
@@ -276,15 +276,15 @@ def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
 def _rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
     heads, kv_heads, size, _ = _cache_sizes(shape)
     tokens = shape["tokens"]
-    q, k, v = (dice.normal(tokens, n, size, dtype=dtype, scale=_SPREAD[cache]) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (dice.normal(tokens, n, size, dtype=dtype, scale=SPREAD[cache]) for n in (heads, kv_heads, kv_heads))
     operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
     if shape["nan"]:
         k[0, 0, 0] = v[0, 0, 0] = torch.nan  # NaN differs from a number outside the format's range
     cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
     turned = {name: bounds.rotate(bounds.exact(x), cos, sin, dtype) for name, x in (("q", q), ("k", k))}
-    wanted = {name: _of_real(x, real) for name, x in turned.items()}
-    wanted["k_cache"] = _written(operands["k_cache"].tensor, slots, turned["k"], real)
-    wanted["v_cache"] = _written(operands["v_cache"].tensor, slots, bounds.exact(v), real)
+    wanted = {name: of_real_tokens(x, real) for name, x in turned.items()}
+    wanted["k_cache"] = cache_after_write(operands["k_cache"].tensor, slots, turned["k"], real)
+    wanted["v_cache"] = cache_after_write(operands["v_cache"].tensor, slots, bounds.exact(v), real)
     operands |= {"q": Operand(q, "wide"), "k": Operand(k, "wide"), "v": Operand(v, "wide")}
 
     names = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
@@ -303,11 +303,11 @@ def _head_norm_rope(
     made = dice.normal(tokens, heads + 2 * kv_heads, size, dtype=dtype)
     # Heads differ in size, so that a norm of all of them is told from one of each.
     made[:, : heads + kv_heads] *= 4.0 ** dice.integers(-4, 5, heads + kv_heads)[:, None]
-    made[:, heads + kv_heads :] *= _SPREAD[cache]
+    made[:, heads + kv_heads :] *= SPREAD[cache]
     kept = torch.promote_types(dtype, torch.float32) if shape["wide_norm"] else dtype
     norms = {
         name: dice.factors(size * max(count, 1) if is_joint else size, dtype=kept) * factor
-        for name, count, factor in (("q_norm", heads, 1.0), ("k_norm", kv_heads, _SPREAD[cache]))
+        for name, count, factor in (("q_norm", heads, 1.0), ("k_norm", kv_heads, SPREAD[cache]))
     }
     cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
     q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)
@@ -320,9 +320,9 @@ def _head_norm_rope(
             normed = bounds.rms_norm(bounds.exact(each), norms[f"{name}_norm"][:size], EPS, dtype)
         turned[name] = bounds.rotate(normed, cos, sin, dtype)
     wanted = {
-        "out": _of_real(turned["q"], real),
-        "k_cache": _written(operands["k_cache"].tensor, slots, turned["k"], real),
-        "v_cache": _written(operands["v_cache"].tensor, slots, bounds.exact(v), real),
+        "out": of_real_tokens(turned["q"], real),
+        "k_cache": cache_after_write(operands["k_cache"].tensor, slots, turned["k"], real),
+        "v_cache": cache_after_write(operands["v_cache"].tensor, slots, bounds.exact(v), real),
     }
     operands |= {"made": Operand(made.flatten(1))} | {name: Operand(norm) for name, norm in norms.items()}
 
@@ -357,7 +357,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     for pages_of in caches:  # a product with zeros isn't zero
         pages_of.view(-1, kv_heads, size)[stale] = torch.nan
     wanted = {}
-    caches = [_as_stored(each, cache) for each in caches]
+    caches = [as_stored(each, cache) for each in caches]
     for name, pages_of in zip(("k_cache", "v_cache"), caches, strict=True):
         after = pages_of.to(torch.float64, copy=True).view(-1, kv_heads, size)
         after[destinations] = after[sources].clone()

@@ -21,6 +21,7 @@ from outrider_conformance.random_kernels.bookkeeping import BOOKKEEPING
 from outrider_conformance.random_kernels.bounds import Number, compare
 from outrider_conformance.random_kernels.dense import DENSE
 from outrider_conformance.random_kernels.experts import EXPERTS
+from outrider_conformance.random_kernels.latent import LATENT
 from outrider_conformance.random_kernels.logits import LOGITS
 from outrider_conformance.random_kernels.problem import (
     KernelProblems,
@@ -279,7 +280,7 @@ def check_results(problem: Problem, made: Mapping[str, Tensor]) -> None:
 KERNELS: Mapping[str, KernelProblems] = MappingProxyType(
     {
         drawn.kernel: drawn
-        for part in (BLOCKS, DENSE, EXPERTS, RECURRENT, QUANTIZED, ATTENTION, CHOICES, LOGITS, BOOKKEEPING)
+        for part in (BLOCKS, DENSE, EXPERTS, RECURRENT, QUANTIZED, ATTENTION, LATENT, CHOICES, LOGITS, BOOKKEEPING)
         for drawn in part
     }
 )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
+from outrider.device.kernels.latent_kernels import LatentKernels
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     CorrectedRouting,
@@ -217,7 +218,7 @@ NORMS = ("rms_norm", "add_rms_norm")
 RECURRENCES = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule")
 
 
-class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels):
+class BlockKernels(LatentKernels, RecurrentKernels):
     """Blocks of a layer, which the forward pass of a model calls in order. The defaults compose primitives.
 
     Rules and letters: :class:`~outrider.device.KernelSet`. A block adds the pending contribution of its stream to ``rows``
@@ -265,6 +266,11 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels):
         ``value`` [T, H].
         """
         value.add_(torch.sigmoid(linear(self, x, gate)) * result)
+
+    def _router_logits(self, x: Tensor, block: ExpertsBlock) -> Tensor:
+        """Return the logits [T, E] of the experts for ``x`` [T, H], in the dtype of the router, which may be wider."""
+        router = block.router
+        return linear(self, x.to(router.dtype) if isinstance(router, Tensor) else x, router, block.router_bias)
 
     def _mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
         gated = self.silu_mul(linear(self, x, block.gate_up, block.gate_up_bias))
@@ -318,9 +324,8 @@ def attended_rows(
 
 def routed(kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalised tokens [T, H], and the shares and numbers of each token's experts [T, C]."""
-    normed, router = block.ranks.gather_tokens(x.norm(block.norm, block.eps)), block.router
-    rows = normed.to(router.dtype) if isinstance(router, Tensor) else normed  # a router may be wider than the model
-    logits = linear(kernels, rows, router, block.router_bias)
+    normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
+    logits = kernels._router_logits(normed, block)
     return normed, *kernels.route(logits, block.per_token, renormalize=block.renormalize, **block.route_options)
 
 

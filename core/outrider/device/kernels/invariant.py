@@ -11,7 +11,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device.kernels.kernelset import KernelSet
-from outrider.device.kernels.metadata import AttentionMetadata
+from outrider.device.kernels.metadata import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.recurrent_kernels import RecurrentBatch
-from outrider.device.kernels.reference.model import attend_with_sinks
+from outrider.device.kernels.reference.model import attend_with_sinks, joined_pages
 from outrider.device.kernels.weights import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -246,6 +246,38 @@ class InvariantKernels(KernelSet):
             else:
                 out.append(attend_with_sinks(query, keys, values, mask, scale, sinks))
         return torch.where(real.view(-1, 1, 1), torch.cat(out).squeeze(2), 0.0)
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply with the wrapped kernel in tiles of a fixed number of rows, as :meth:`linear` does."""
+        made = self._in_tiles(
+            lambda part: self._inner.head_linear(part.unflatten(1, x.shape[1:]), weight).flatten(1), x.flatten(1)
+        )
+        return made.view(x.shape[0], x.shape[1], -1)
+
+    def latent_norm_rope_write_cache(
+        self, latent: Tensor, norm: Tensor, eps: float, q: Tensor, k: Tensor, rotary: RotaryArgs
+    ) -> None:
+        """Call the wrapped kernel once per row."""
+        for i in range(q.shape[0]):
+            row = slice(i, i + 1)
+            own = rotary._replace(cos=rotary.cos[row], sin=rotary.sin[row], slots=rotary.slots[row])
+            self._inner.latent_norm_rope_write_cache(latent[row], norm, eps, q[row], k[row], own)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        q_rotated: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Call :meth:`paged_attention` with queries and copies of pages whose parts are joined."""
+        joined, table = joined_pages(k_cache, v_cache, metadata.block_table, q.dtype)
+        batch = replace(metadata, block_table=table)
+        made = InvariantKernels.paged_attention(self, torch.cat((q, q_rotated), dim=-1), joined, joined, batch, scale=scale)
+        return made[..., : q.shape[2]].contiguous()
 
     # Vector code computes the end of a buffer differently from its middle, so elementwise kernels are called per row, too.
     rms_norm = _row_by_row(KernelSet.rms_norm, "x")

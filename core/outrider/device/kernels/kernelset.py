@@ -15,6 +15,7 @@ from outrider.device.errors import CapabilityError
 from outrider.device.kernels.blocks import BlockKernels
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.formats import CACHE_FORMATS
+from outrider.device.kernels.latent_kernels import LatentKernels
 from outrider.device.kernels.metadata import DecoderShape, TuningProgress, TuningResult, parts_of
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
@@ -24,6 +25,7 @@ BLOCKS = ("attention_block", "mlp_block", "experts_block", "recurrent_block", "v
 """The blocks of a model: its layers' halves, and the selection of tokens after the output head."""
 _CACHE_KERNELS = frozenset(
     {"rope_write_cache", "head_norm_rope_write_cache", "paged_attention", "attention_block", "plan_attention", "move_cache"}
+    | {"latent_norm_rope_write_cache", "latent_attention"}
 )
 """Kernels that read or write the pages of a cache."""
 _KERNELS_BY_OPERAND: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -212,7 +214,7 @@ class KernelSet(BlockKernels, SamplingKernels):
         return {}
 
 
-_KERNEL_CLASSES = ModelKernels, RecurrentKernels, BlockKernels, SamplingKernels, BookkeepingKernels
+_KERNEL_CLASSES = ModelKernels, LatentKernels, RecurrentKernels, BlockKernels, SamplingKernels, BookkeepingKernels
 _COLLECTIVE_KERNELS = ("all_reduce_rms_norm",)
 """Kernels that compute together with the other ranks of a group."""
 

@@ -153,6 +153,18 @@ def plain(weight: Weight) -> Tensor:
     return weight
 
 
+def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Return an unquantized weight unchanged, or the values of a quantised one in ``dtype``."""
+    from outrider.device.kernels.reference.model import dequantize
+
+    if isinstance(weight, SplitWeight):
+        return torch.cat([dequantized(part, dtype) for part in weight.parts])
+    if isinstance(weight, Tensor):
+        return weight
+    stored = weight.data, weight.scales, weight.zero_points, weight.format, weight.block, weight.shape
+    return dequantize(*stored, dtype)
+
+
 def label(weight: Weight) -> str:
     """Return the storage format of a weight in words."""
     if isinstance(weight, SplitWeight):

@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,6 +147,17 @@ class TensorSlice:
         return (rows_or_columns,) if self.dim == 0 else (*[slice(None)] * (dimensions - 1), rows_or_columns)
 
 
+class AdjacentPairs(NamedTuple):
+    """Heads of ``head`` rows, whose last ``rotated`` rows are rotated in pairs of adjacent rows."""
+
+    head: int
+    rotated: int
+
+    def share_scales(self, rows: int) -> bool:
+        """Return True if the rotated rows of each head are in one block of ``rows`` rows."""
+        return self.head % self.rotated == rows % self.rotated == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A tensor of the checkpoint, or a slice of one, from which a weight of the model is concatenated."""
@@ -159,9 +170,9 @@ class Piece:
     """The slice of the tensor that is read; None reads the whole tensor."""
     stack: bool = False
     """True if the tensor is a stack of matrices whose rows are read as one matrix."""
-    paired: int = 0
-    """Size of the heads whose rotated dimensions are pairs of adjacent rows. The rows of a head are read in the order of the
-    model, the first ones of all pairs first. 0: in the order of the file.
+    paired: AdjacentPairs | None = None
+    """The heads whose rotated rows are read in the order of the model, the first ones of all pairs first. None: rows are read
+    in the order of the file.
     """
 
     @property
@@ -176,7 +187,12 @@ class Piece:
 
     def in_model_order(self, rows: Tensor) -> Tensor:
         """Return ``rows``, a row of the file for each row of the piece, in the order in which the model has them."""
-        return rows.unflatten(0, (-1, self.paired // 2, 2)).transpose(1, 2).flatten(0, 2) if self.paired else rows
+        if self.paired is None:
+            return rows
+        index = torch.arange(rows.shape[0]).unflatten(0, (-1, self.paired.head))
+        unrotated, rotated = index.split((self.paired.head - self.paired.rotated, self.paired.rotated), dim=1)
+        turned = rotated.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        return rows[torch.cat((unrotated, turned), dim=1).flatten().to(rows.device)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import ModelRanks, or_single_rank
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
-from outrider.model.quantization.cache import cache_format, read_scales, resolve_cache_format, scale_keys
+from outrider.model.quantization.cache import KEY, cache_format, read_scales, resolve_cache_format, scale_keys
 from outrider.model.quantization.storages import SUFFIXES
 
 Progress = Callable[[str, int, int], None]
@@ -333,6 +333,11 @@ def plan_decoder(
         optional |= stored_scales
         if stored_scales and format is not None and strategy is None:
             strategy = "tensor"  # the config doesn't announce them
+    if strategy is not None and config.latent is not None:
+        raise CheckpointError(
+            f"{files.origin}: the KV cache has stored scales ({KEY}), which a cache of latent vectors doesn't take; keep it "
+            "in the model's dtype with --kv-dtype plain"
+        )
     if strategy is not None:
         scales = [read_scales(files, prefix, strategy, config.num_kv_heads) for prefix in prefixes]
     check_tensors(

@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.device import DeltaRuleWeights
 from outrider.errors import CheckpointError
 from outrider.model.checkpoint.expert_stacks import STACKS
-from outrider.model.checkpoint.files import Piece, Target, TensorSlice
+from outrider.model.checkpoint.files import AdjacentPairs, Piece, Target, TensorSlice
 from outrider.model.config.layer_configs import SANDWICH_FAMILIES
 from outrider.model.config.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
@@ -106,7 +106,8 @@ def layer_targets(
     of these ranks only.
     """
     projections = _projections(config, shards, attention_width or config.hidden_size)
-    paired = dict.fromkeys(_QKV[:2], config.head_size) if config.family in _WITH_ADJACENT_PAIRS else {}
+    pairs = AdjacentPairs(config.head_size, config.head_size)
+    paired = dict.fromkeys(_QKV[:2], pairs) if config.family in _WITH_ADJACENT_PAIRS else {}
 
     def norm(field: str, part: str, size: int) -> Target:
         return Target(f"{name}.{field}", (Piece(f"{prefix}.{part}.weight", (size,)),))
@@ -114,7 +115,7 @@ def layer_targets(
     def weight(field: str, *parts: str) -> Target:
         return Target(
             f"{name}.{field}",
-            tuple(Piece(f"{prefix}.{part}.weight", *projections[part], paired=paired.get(part, 0)) for part in parts),
+            tuple(Piece(f"{prefix}.{part}.weight", *projections[part], paired=paired.get(part)) for part in parts),
         )
 
     def bias(field: str, *parts: str) -> Target:
@@ -124,7 +125,7 @@ def layer_targets(
             (rows, _), part_slice = projections[part]
             by_rows = part_slice is not None and part_slice.dim == 0
             own_rows = part_slice if by_rows else None
-            pieces.append(Piece(f"{prefix}.{part}.bias", (rows,), own_rows, paired=paired.get(part, 0)))
+            pieces.append(Piece(f"{prefix}.{part}.bias", (rows,), own_rows, paired=paired.get(part)))
         return Target(f"{name}.{field}", tuple(pieces))
 
     targets = [norm("mlp_norm", "post_attention_layernorm", config.hidden_size)]
@@ -165,7 +166,11 @@ def latent_targets(config: ModelConfig, latent: LatentConfig, stem: str, name: s
     """Return the weights of latent attention of the layer ``name``, whose names begin with ``stem`` in the checkpoint."""
     own = partial(_head_rows, config, shards)
     heads, hidden, up_rows = config.num_heads, config.hidden_size, latent.unrotated_size + latent.value_size
-    queries = Piece(f"{stem}.q_proj.weight", (heads * latent.head_size, hidden), own(latent.head_size))
+    rows, rotated = latent.rank + latent.rotated_size, latent.rotated_size
+    query_pairs, key_pairs = (
+        AdjacentPairs(size, rotated) if latent.interleaved else None for size in (latent.head_size, rows)
+    )
+    queries = Piece(f"{stem}.q_proj.weight", (heads * latent.head_size, hidden), own(latent.head_size), paired=query_pairs)
     targets = [
         Target(f"{name}.{_LATENT}kv_norm", (Piece(f"{stem}.kv_a_layernorm.weight", (latent.rank,)),)),
         Target(f"{name}.{_LATENT}kv_up", (Piece(f"{stem}.kv_b_proj.weight", (heads * up_rows, latent.rank), own(up_rows)),)),
@@ -175,7 +180,7 @@ def latent_targets(config: ModelConfig, latent: LatentConfig, stem: str, name: s
         queries = Piece(f"{stem}.q_a_proj.weight", (latent.query_rank, hidden))
         targets.append(Target(f"{name}.{_LATENT}q_norm", (Piece(f"{stem}.q_a_layernorm.weight", (latent.query_rank,)),)))
         targets.append(Target(f"{name}.{_LATENT}q_up", (expanded,)))
-    vectors = Piece(f"{stem}.kv_a_proj_with_mqa.weight", (latent.rank + latent.rotated_size, hidden))
+    vectors = Piece(f"{stem}.kv_a_proj_with_mqa.weight", (rows, hidden), paired=key_pairs)
     columns = as_columns(own(latent.value_size))
     output = Piece(f"{stem}.o_proj.weight", (hidden, heads * latent.value_size), columns)
     return [Target(f"{name}.qkv", (queries, vectors)), Target(f"{name}.output", (output,)), *targets]

@@ -48,6 +48,10 @@ class SandwichConfig:
     """The largest magnitude that logits approach, by a hyperbolic tangent; 0 for uncapped logits."""
 
 
+EXPANDED_TOKENS = 4
+"""Number of cached tokens for each new one, up to which a prompt's latent vectors are expanded to keys and values."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentConfig:
     """Sizes of attention whose queries, keys and values are expanded from latent vectors (DeepSeek-V2). Raises
@@ -80,10 +84,11 @@ class LatentConfig:
         return self.rotated_size + self.unrotated_size
 
     def prompt_values(self, heads: int) -> int:
-        """Return the number of values, in the model's dtype, that attention with ``heads`` heads holds for each prompt token
-        while it expands latent vectors: the products, both concatenated, and queries, keys and values in their order.
+        """Return the number of values, in the model's dtype, that attention with ``heads`` heads holds for each prompt token:
+        the queries and the result, and keys and values thrice: expanded, joined, and copied in their order.
         """
-        return heads * (5 * self.head_size + 2 * (self.unrotated_size + self.value_size))
+        expanded = 4 * self.head_size + self.unrotated_size + self.value_size
+        return heads * (2 * self.head_size + EXPANDED_TOKENS * expanded)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,7 +306,7 @@ class ModelConfig:
     values_are_keys: bool = False
     """True for the config of a layer whose values are its keys before their norm: it has no projection of values."""
     latent: LatentConfig | None = None
-    """The latent vectors of attention; None for other attention. The heads of the config are those of the cache."""
+    """The latent vectors of attention; None for other attention."""
     sandwich: SandwichConfig | None = None
     """The full layers of a model whose layers norm their results, too; None for other models."""
     vision: VisionConfig | None = None
@@ -427,7 +432,11 @@ class ModelConfig:
         )
 
     def attention_shapes(self, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
-        """Return the attention shapes of the layers, without duplicates, for queries of ``dtype``."""
+        """Return the attention shapes of the layers, without duplicates, for queries of ``dtype``; none of latent attention,
+        which isn't planned.
+        """
+        if self.latent is not None:
+            return ()
         found = {
             AttentionShape(
                 heads=self.num_heads,
@@ -441,6 +450,23 @@ class ModelConfig:
             for layer, window in ((self.of_layer(index), window) for index, window in enumerate(self.windows))
         }
         return tuple(found)
+
+    @property
+    def cached_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Number of heads and their size, of the keys and of the values that the cache holds for each token of a layer.
+
+        Latent attention caches the rotated part of the key, and the latent vector, for all heads.
+        """
+        if self.latent is not None:
+            return (1, self.latent.rotated_size), (1, self.latent.rank)
+        return (self.num_kv_heads, self.head_size), (self.num_kv_heads, self.head_size)
+
+    @property
+    def attended_size(self) -> int:
+        """Number of products of a query head with each cached token: with its key, and of the weight with its value."""
+        if self.latent is not None:
+            return self.latent.rotated_size + 2 * self.latent.rank
+        return 2 * self.head_size
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -26,8 +26,8 @@ class LayerState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Key and value tensors of each layer, each [P, S, Hkv, D] with the layer's heads. Page 0 is reserved for the writes of
-    padding tokens.
+    """Key and value tensors of each layer, each [P, S, Hkv, D] with the layer's heads, or the rotated keys and latent vectors
+    of latent attention (:meth:`ModelConfig.cached_sizes`). Page 0 is reserved for the writes of padding tokens.
 
     A sequence's block table lists its pages. The engine decides which request owns which page, and which row of states.
     """
@@ -79,11 +79,11 @@ class KVCache:
         if page_size < 1:
             raise ConfigError(f"a KV cache of page size {page_size} can't be: expected at least 1")
 
-        def page_tensor(layer: ModelConfig) -> Tensor:
-            return torch.zeros((pages, page_size, layer.num_kv_heads, layer.head_size), dtype=dtype, device=device)
+        def page_tensor(heads: int, size: int) -> Tensor:
+            return torch.zeros((pages, page_size, heads, size), dtype=dtype, device=device)
 
-        layers = [config.of_layer(index) for index in config.attention_layers]
-        return cls(tuple((page_tensor(layer), page_tensor(layer)) for layer in layers))
+        sizes = [config.of_layer(index).cached_sizes for index in config.attention_layers]
+        return cls(tuple((page_tensor(*keys), page_tensor(*values)) for keys, values in sizes))
 
     def with_states(self, config: RecurrentConfig, rows: int, dtype: torch.dtype) -> KVCache:
         """Return a cache of the same pages with zeroed state ``rows`` of a model in ``dtype``."""
@@ -124,5 +124,5 @@ class KVCache:
     @staticmethod
     def page_bytes(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of one page over all layers, keys and values together."""
-        layers = (config.of_layer(index) for index in config.attention_layers)
-        return 2 * page_size * dtype.itemsize * sum(layer.num_kv_heads * layer.head_size for layer in layers)
+        sizes = (each for index in config.attention_layers for each in config.of_layer(index).cached_sizes)
+        return page_size * dtype.itemsize * sum(heads * size for heads, size in sizes)

@@ -1,24 +1,42 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): queries, keys and values are expanded from latent vectors.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1), with a cache of latent vectors.
 
-The expanded keys and values are cached like those of other models. A head's dimensions are ordered for the rotation, which
-turns the first ones, and values are padded to the size of keys. Attention is then that of any other layer.
+Every head's key, but for its rotated dimensions, and every head's value could be expanded from the latent vector of a token.
+The expansions are absorbed instead: that of keys into queries, so that attention is to latent vectors, which all heads
+share, and that of values into the result. For a long prompt, expanding the keys and values of all its tokens is less work.
 
-Letters: T new tokens, H hidden size, Hq heads, D head size.
+Letters: T new tokens, S those that continue, H hidden size, Hq query heads, D head size, R size of the latent vector.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import AttentionBlock, AttentionTokens, ConfigError, KernelSet, ResidualStream, Weight
-from outrider.device.kernels.blocks import attended_rows, contributed, write_heads
-from outrider.device.kernels.weights import linear, prepare
-from outrider.model.config.model_config import LatentConfig
+from outrider.device import AttentionBlock, AttentionMetadata, AttentionTokens, ConfigError, KernelSet, ResidualStream
+from outrider.device.kernels.blocks import contributed
+from outrider.device.kernels.weights import dequantized, linear, prepare
+from outrider.model.config.model_config import EXPANDED_TOKENS, LatentConfig
 from outrider.model.layers.layer_weights import LayerWeights
 
 _EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever that of other norms is, as in DeepSeek's code and in transformers."""
+MIN_EXPANDED_QUERY = 256
+"""Least number of new tokens of a prompt for which keys and values are expanded."""
+
+
+class _Pages(NamedTuple):
+    """Pages of a cache whose keys and values are expanded."""
+
+    caches: tuple[Tensor, Tensor]
+    """Rotated keys and latent vectors, [pages, page size, 1, ...]; a page may have one token."""
+    chosen: Tensor
+    """int64 [N]: the pages, in their order in the expanded cache."""
+    table: Tensor
+    """int32 [B, ...]: the block table of the expanded cache."""
 
 
 class LatentAttention:
@@ -32,49 +50,73 @@ class LatentAttention:
         if layer.latent is None:
             raise ConfigError("a layer has no latent vectors, and the config has; expected both or none")
         self._kernels, self._weights, self._latent, self._heads = kernels, layer.latent, latent, heads
-        self._columns = head_columns(latent, heads).to(layer.latent.kv_norm.device)
-        prepare(kernels, layer.qkv, layer.latent.q_up, layer.latent.kv_up, layer.output)
+        self._expand = dequantized(layer.latent.kv_up, layer.latent.kv_norm.dtype)
+        by_head = self._expand.view(heads, -1, latent.rank)
+        self._absorb_key = by_head[:, : latent.unrotated_size].transpose(1, 2)  # [Hq, R, size of an unrotated key]
+        self._expand_value = by_head[:, latent.unrotated_size :]  # [Hq, size of a value, R]
+        prepare(kernels, layer.qkv, layer.latent.q_up, layer.output, self._expand)
 
     def __call__(self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens) -> ResidualStream:
         """Return the stream with the contribution of attention, as :meth:`KernelSet.attention_block` does."""
-        kernels = self._kernels
-        q = write_heads(kernels, self._expand(x.norm(block.norm, block.eps), block.qkv), block, tokens)
-        padded = attended_rows(kernels, q, None, block, tokens, kernels.paged_attention)
-        attended = padded.unflatten(1, (self._heads, -1))[..., : self._latent.value_size].flatten(1)
-        rows = tokens.rows.continued(kernels, x.rows)
-        return contributed(kernels, rows, linear(kernels, attended, block.output), block.ranks)
-
-    def _expand(self, normed: Tensor, projection: Weight) -> Tensor:
-        """Return queries, keys and values [T, 3 Hq D] of the normalised tokens [T, H], not yet rotated."""
-        kernels, weights, latent = self._kernels, self._weights, self._latent
-        projected = linear(kernels, normed, projection)
+        kernels, latent, rotary = self._kernels, self._latent, tokens.rotary
+        projected = linear(kernels, x.norm(block.norm, block.eps), block.qkv)
         sizes = projected.shape[1] - latent.rank - latent.rotated_size, latent.rank, latent.rotated_size
         queries, vector, rotated_key = projected.split(sizes, dim=1)
+        query_heads = self._queries(queries)
+        rotated = query_heads[..., latent.unrotated_size :]
+        kernels.latent_norm_rope_write_cache(vector, self._weights.kv_norm, _EPS, rotated, rotated_key, rotary)
+        q = tokens.rows.select(kernels, query_heads)
+        pages = self._pages_to_expand(tokens)
+        if pages is None:
+            values = self._attend_absorbed(q, tokens, block.scale)
+        else:
+            values = self._attend_expanded(q, pages, tokens.attention, block.scale)
+        rows = tokens.rows.continued(kernels, x.rows)
+        return contributed(kernels, rows, linear(kernels, values.flatten(1), block.output), block.ranks)
+
+    def _queries(self, projected: Tensor) -> Tensor:
+        """Return the queries [T, Hq, D], rotated dimensions last, of their latent vectors or of the products themselves."""
+        kernels, weights = self._kernels, self._weights
         if weights.q_norm is not None and weights.q_up is not None:
-            queries = linear(kernels, kernels.rms_norm(queries, weights.q_norm, _EPS), weights.q_up)
-        expanded = linear(kernels, kernels.rms_norm(vector, weights.kv_norm, _EPS), weights.kv_up)
-        return torch.cat((queries, expanded, rotated_key), dim=1).index_select(1, self._columns)
+            projected = linear(kernels, kernels.rms_norm(projected, weights.q_norm, _EPS), weights.q_up)
+        return projected.view(projected.shape[0], self._heads, -1)
 
+    def _attend_absorbed(self, q: Tensor, tokens: AttentionTokens, scale: float) -> Tensor:
+        """Return attention [S, Hq, size of a value] to latent vectors, for the queries ``q`` [S, Hq, D] that continue."""
+        kernels, rotary = self._kernels, tokens.rotary
+        unrotated, rotated = q.split((self._latent.unrotated_size, self._latent.rotated_size), dim=2)
+        absorbed = kernels.head_linear(unrotated, self._absorb_key)
+        attended = kernels.latent_attention(absorbed, rotated, rotary.k_cache, rotary.v_cache, tokens.attention, scale=scale)
+        return kernels.head_linear(attended, self._expand_value)
 
-def head_columns(latent: LatentConfig, heads: int) -> Tensor:
-    """Return the column, int64 [3 Hq D], that each dimension of queries, keys and values is read from.
+    def _pages_to_expand(self, tokens: AttentionTokens) -> _Pages | None:
+        """Return the pages whose keys and values are expanded: those of long prompts, if the host knows that they take the
+        memory of at most :data:`EXPANDED_TOKENS` tokens for each new one, or the new tokens alone if there are no others.
 
-    The columns hold each head's query, each head's key without its rotated dimensions and value, and the rotated dimensions
-    of the key. In a stored query, the rotated dimensions follow the others, and may be in pairs of neighbours.
-    """
-    unrotated, rotated, size = latent.unrotated_size, latent.rotated_size, latent.head_size
-    order = torch.arange(rotated)
-    if latent.interleaved:  # the rotation pairs each dimension with the one half of them further on
-        order = order.view(-1, 2).t().flatten()
-    query = torch.cat((unrotated + order, torch.arange(unrotated)))
-    expanded = heads * size + torch.arange(heads * (unrotated + latent.value_size)).view(heads, -1)
-    keys, values = expanded.split((unrotated, latent.value_size), dim=1)
-    first = heads * size + expanded.numel()  # of the key's rotated dimensions
-    padding = torch.full((heads, size - latent.value_size), first)  # any column: what attention makes of it is dropped
-    return torch.cat(
-        (
-            (torch.arange(heads).unsqueeze(1) * size + query).flatten(),
-            torch.cat(((first + order).expand(heads, -1), keys), dim=1).flatten(),
-            torch.cat((values, padding), dim=1).flatten(),
-        )
-    )
+        None for other batches, and for kernels that are ``row_invariant``: a token's bits would depend on the length of the
+        prompt's chunk.
+        """
+        metadata, rotary = tokens.attention, tokens.rotary
+        if metadata.max_query < MIN_EXPANDED_QUERY or metadata.tree_mask is not None or self._kernels.row_invariant:
+            return None
+        used = metadata.block_table[:, : -(-metadata.max_kv // rotary.k_cache.shape[1])]
+        starts = metadata.host_query_start
+        if starts is not None and used.numel() * rotary.k_cache.shape[1] <= EXPANDED_TOKENS * starts[-1]:
+            table = torch.arange(used.numel(), dtype=torch.int32, device=used.device).view(used.shape)
+            return _Pages((rotary.k_cache, rotary.v_cache), used.flatten().to(torch.int64), table)
+        if metadata.host_context is None or any(metadata.host_context):
+            return None
+        place = metadata.query_start[:-1, None] + torch.arange(metadata.max_kv, dtype=torch.int32, device=used.device)
+        caches = (rotary.k_cache.flatten(0, 1).unsqueeze(1), rotary.v_cache.flatten(0, 1).unsqueeze(1))
+        return _Pages(caches, rotary.slots, place.clamp(max=rotary.slots.shape[0] - 1))
+
+    def _attend_expanded(self, q: Tensor, pages: _Pages, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """Return attention [T, Hq, size of a value] to the expanded keys and values of ``pages``."""
+        kernels, latent, heads = self._kernels, self._latent, self._heads
+        rotated, vectors = (kernels.gather_rows(cache, pages.chosen).to(q.dtype) for cache in pages.caches)
+        expanded = linear(kernels, vectors.flatten(0, 2), self._expand).view(*vectors.shape[:2], heads, -1)
+        unrotated, values = expanded.split((latent.unrotated_size, latent.value_size), dim=3)
+        keys = torch.cat((unrotated, rotated.expand(-1, -1, heads, -1)), dim=3)
+        padded = F.pad(values, (0, latent.head_size - latent.value_size))
+        batch = replace(metadata, block_table=pages.table, plan=None, parts=(), shapes=(), settled=False)
+        return kernels.paged_attention(q, keys, padded, batch, scale=scale)[..., : latent.value_size]

@@ -66,12 +66,12 @@ class SandwichExpertVectors(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentWeights:
-    """Device tensors that expand the latent vectors of a layer with latent attention. The products may be quantized."""
+    """Device tensors of the latent vectors of a layer with latent attention. The products may be quantized."""
 
     kv_norm: Tensor
     """Norm weight of the latent vector of keys and values."""
     kv_up: Weight
-    """Product for each head's key, without its rotated dimensions, and value."""
+    """Product for each head's key, without its rotated dimensions, and value, of which attention takes dequantized rows."""
     q_norm: Tensor | None = None
     """Norm weight of the latent vector of queries; None if queries have none."""
     q_up: Weight | None = None

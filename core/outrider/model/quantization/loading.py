@@ -68,11 +68,11 @@ def slice_weight(weight: QuantizedWeight, tensor_slice: TensorSlice | None) -> Q
 
 def in_model_order(weight: QuantizedWeight, piece: Piece) -> QuantizedWeight:
     """Return ``weight``, the rows of ``piece``, in the order in which the model has them."""
-    if not piece.paired:
+    if piece.paired is None:
         return weight
-    if weight.block[0] % piece.paired:
+    if not piece.paired.share_scales(weight.block[0]):
         weight = map_scales(with_row_scales(weight), piece.in_model_order)
-    return replace(weight, data=piece.in_model_order(weight.data))  # rows of whole heads share their scales
+    return replace(weight, data=piece.in_model_order(weight.data))
 
 
 def pad_rows(weight: QuantizedWeight, rows: int) -> QuantizedWeight:

@@ -34,7 +34,7 @@ from outrider.model.quantization.storages import COMPRESSED_STORAGES
 _PRODUCT_MODULES = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
     | {"w1", "w2", "w3", "fc", "input_proj"}
-    | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}  # of latent attention
+    | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}  # of latent attention, which never multiplies by the whole of kv_b_proj
     | {"in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"}  # of recurrent layers, whose gates have few rows
 )
 """Last name components of modules with a product: in layers, in experts, and in the fusion of a draft head."""

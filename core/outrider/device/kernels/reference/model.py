@@ -137,6 +137,43 @@ def paged_attention(
     return result[:tokens]
 
 
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the product of each head of ``x`` [T, Hq, K] with the head's ``weight`` [Hq, N, K] → [T, Hq, N]."""
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+def latent_attention(
+    q: Tensor,
+    q_rotated: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    tree_mask: Tensor | None,
+    max_query: int,
+    max_kv: int,
+    scale: float,
+) -> Tensor:
+    """Return attention [T, Hq, R] to latent vectors: that of joined queries to joined pages. See
+    ``KernelSet.latent_attention``.
+    """
+    pages = min(-(-max_kv // k_cache.shape[1]), block_table.shape[1])
+    joined, table = joined_pages(k_cache, v_cache, block_table[:, :pages], q.dtype)
+    batch = query_start, seq_lens, table, tree_mask, max_query, max_kv, scale, 0
+    return paged_attention(torch.cat((q, q_rotated), dim=-1), joined, joined, *batch)[..., : q.shape[2]].contiguous()
+
+
+def joined_pages(k_cache: Tensor, v_cache: Tensor, block_table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return copies of the pages in ``block_table`` [B, N], and the block table of the copies.
+
+    A copy [B N, page size, 1, R + Dr] in ``dtype`` has the latent vectors and the rotated keys side by side.
+    """
+    table = block_table.to(torch.int64)
+    joined = torch.cat((v_cache[table].to(dtype), k_cache[table].to(dtype)), dim=-1).flatten(0, 1)
+    return joined, torch.arange(table.numel(), dtype=torch.int32, device=table.device).view(table.shape)
+
+
 def attend_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, sinks: Tensor) -> Tensor:
     """Return attention [B, Hq, N, D] of ``queries`` [B, Hq, N, D] over keys and values [B, Hkv, S, D], in float32 or wider.
 

@@ -140,6 +140,8 @@ _define("silu_mul", model.silu_mul, lambda gate_up: gate_up.new_empty((*gate_up.
 _define("sigmoid_mul", model.sigmoid_mul, lambda x, gate: _empty_like(x))
 _define("rope_write_cache", model.rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
 _define("paged_attention", model.paged_attention, lambda q, *rest: q.new_empty(q.shape))
+_define("head_linear", model.head_linear, lambda x, weight: x.new_empty(*x.shape[:2], weight.shape[1]))
+_define("latent_attention", model.latent_attention, lambda q, *rest: q.new_empty(q.shape))
 _define(
     "route", experts.route, lambda logits, count, renormalize, first, last, *rest: _routed(logits, count, first, last, *rest)
 )
@@ -265,6 +267,7 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
     {
         "outrider::rope_write_cache": MappingProxyType({"k_cache": _rows("slots"), "v_cache": _rows("slots")}),
         "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
+        "outrider::latent_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
         "outrider::short_convolution": MappingProxyType(
             {"state": _cells("state"), "window": _cells("window"), "pending": _rows("rows")}
         ),
