@@ -18,6 +18,7 @@ from outrider.device.kernels.invariant import InvariantKernels
 from outrider.device.kernels.weights import quantized_products
 from outrider_triton.attention import operators as attention_operators
 from outrider_triton.attention.cached import attends
+from outrider_triton.attention.latent import attends_to_latents, exact_latent_launch
 from outrider_triton.attention.prefill import PromptAttention
 from outrider_triton.experts.mixtures import ExpertProducts, sorted_block_tokens
 from outrider_triton.kernelset import TritonKernels
@@ -168,10 +169,12 @@ class ExactKernels(TritonKernels, InvariantKernels):
     row_invariant = True
     optional_operands = KernelSet.optional_operands
     tunes = False
+    _max_routed_tokens = 1 << 62  # the library's product for more tokens would add in another order
     tune, use_tuned = KernelSet.tune, KernelSet.use_tuned
 
     def __init__(self, inner: TritonKernels) -> None:
         tiles = ExactTiles(inner.facts)
+        self._any_rows = tiles.any_rows
         TritonKernels.__init__(self, inner.facts, device=inner.device, takes_over=False, tiles=tiles)
         InvariantKernels.__init__(self, inner)
         self.mixtures = ExactExperts(tiles)
@@ -212,6 +215,35 @@ class ExactKernels(TritonKernels, InvariantKernels):
         for shared in self.tiles.scope.each(key, (False, True)):
             _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl, sinks)
         return _TRITON.paged_attention.exact(*operands, *limits, shares_chunks, config, self.pdl, sinks)  # type: ignore[no-any-return]
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply in tiles of any number of tokens where all tiles add in one order, else in tiles of 16."""
+        if self._any_rows or x.dtype.itemsize > 2 or x.stride(2) != 1:
+            return TritonKernels.head_linear(self, x, weight)
+        return _TRITON.head_linear.triton(x, weight, _FEW, self.pdl)  # type: ignore[no-any-return]
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        q_rotated: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Compute attention in chunks of positions, as :meth:`paged_attention` does."""
+        if not attends_to_latents(q):
+            return InvariantKernels.latent_attention(self, q, q_rotated, k_cache, v_cache, metadata, scale=scale)
+        launch = exact_latent_launch(self.facts, q, q_rotated, metadata)
+        batch = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
+        operands = q, q_rotated, k_cache, v_cache, *batch, metadata.max_query, metadata.max_kv, scale, True
+        shape = q.shape[1:], q_rotated.shape[2], k_cache.shape[1], metadata.tree_mask is None
+        for split in self.tiles.scope.each(("exact_latents", q.dtype, k_cache.dtype, *shape), (1, 2)):
+            _TRITON.latent_attention.triton(*operands, launch._replace(split=split)[:5], self.pdl)
+        return _TRITON.latent_attention.triton(*operands, launch[:5], self.pdl)  # type: ignore[no-any-return]
+
+    latent_norm_rope_write_cache = TritonKernels.latent_norm_rope_write_cache
 
     def _attention_tiles(self, q: Tensor, k_cache: Tensor) -> list[int]:
         """Return rows of a tile, positions of a tile, and query heads of a key head."""

@@ -38,6 +38,13 @@ from outrider_triton import bookkeeping as _bookkeeping_ops  # noqa: F401  (thes
 from outrider_triton import recurrent as _recurrent_ops  # noqa: F401
 from outrider_triton import selection as _selection_ops  # noqa: F401
 from outrider_triton.attention.cached import CacheAttention, attends
+from outrider_triton.attention.latent import (
+    HEAD_LINEAR_ROWS,
+    attends_to_latents,
+    head_linear_rows,
+    latent_launch,
+    writes_latents,
+)
 from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
 from outrider_triton.blocks import FusedBlocks
 from outrider_triton.experts.mixtures import ExpertProducts
@@ -374,6 +381,46 @@ class TritonKernels(FusedBlocks):
             return self.attention.prompts.attend(call)
         config = self.attention.config(q, k_cache, metadata)
         return _TRITON.paged_attention.triton(*self.attention.operands(call, config), 0, sinks)  # type: ignore[no-any-return]
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply each head by its own weight in tiles of tokens. The library computes float32."""
+        if x.dtype.itemsize > 2 or x.stride(2) != 1:
+            return super().head_linear(x, weight)
+        key = "head_linear", x.dtype, x.shape[1:], weight.shape, weight.stride()
+        for rows in self.tiles.scope.each(key, HEAD_LINEAR_ROWS):
+            _TRITON.head_linear.triton(x, weight, rows, self.pdl)
+        return _TRITON.head_linear.triton(x, weight, head_linear_rows(x.shape[0]), self.pdl)  # type: ignore[no-any-return]
+
+    def latent_norm_rope_write_cache(
+        self, latent: Tensor, norm: Tensor, eps: float, q: Tensor, k: Tensor, rotary: RotaryArgs
+    ) -> None:
+        """Normalise the latent vector, rotate and write the cache in one kernel, one program per token."""
+        if not writes_latents(latent, norm, q, k, rotary):
+            super().latent_norm_rope_write_cache(latent, norm, eps, q, k, rotary)
+            return
+        _TRITON.rope_write_cache.triton_latent(latent, norm, eps, q, k, *rotary, self.pdl)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        q_rotated: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Compute attention to latent vectors with an online softmax. Few queries split the cached tokens among programs."""
+        if not attends_to_latents(q):
+            return super().latent_attention(q, q_rotated, k_cache, v_cache, metadata, scale=scale)
+        config = latent_launch(self.facts, q, q_rotated, metadata)
+        batch = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
+        operands = q, q_rotated, k_cache, v_cache, *batch, metadata.max_query, metadata.max_kv, scale, False
+        shape = q.shape[1:], q_rotated.shape[2], k_cache.shape[1], metadata.tree_mask is None
+        key = "latent_attention", q.dtype, k_cache.dtype, config.block_rows, *shape
+        for split in self.tiles.scope.each(key, (1, 2, 4, 8, 16, 32)):
+            _TRITON.latent_attention.triton(*operands, config._replace(split=split)[:5], self.pdl)
+        return _TRITON.latent_attention.triton(*operands, config[:5], self.pdl)  # type: ignore[no-any-return]
 
     def route(
         self,

@@ -145,6 +145,7 @@ def test_rows_of_experts_are_alike(kernels_of, device, facts, rows, part):
 
 
 def attend(kernels, q, caches, table, lens, counts, *, window=0, padding=0):
+    """Attention, or that to latent vectors if the caches differ in size."""
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     metadata = AttentionMetadata(
         query_start=starts.to(q.device),
@@ -154,20 +155,26 @@ def attend(kernels, q, caches, table, lens, counts, *, window=0, padding=0):
         max_kv=table.shape[1] * 16,
     )
     q = torch.cat((q, q[:1].expand(padding, -1, -1)))
-    made = kernels.paged_attention(q, *caches, metadata, scale=0.25, window=window)
+    keys, values = (cache.shape[3] for cache in caches)
+    if keys == values:
+        made = kernels.paged_attention(q, *caches, metadata, scale=0.25, window=window)
+    else:
+        made = kernels.latent_attention(*q.split((values, keys), dim=2), *caches, metadata, scale=0.25)
     assert not made[q.shape[0] - padding :].any()
     return made[: q.shape[0] - padding]
 
 
-def attention_is_alike(kernels_of, device, length, chunks, window, padding, seed):
+def attention_is_alike(kernels_of, device, length, chunks, window, padding, seed, *, latent=False):
     """The last tokens of a prompt: in one call, in others' company, in chunks, and one by one."""
     kernels, tokens = kernels_of(SMALL), sum(chunks)
     length += tokens
-    caches = [normal(device, 80, 16, 2, 16, seed=seed + each) for each in range(2)]
+    heads, sizes = (1, (16, 32)) if latent else (2, (16, 16))
+    caches = [normal(device, 80, 16, heads, size, seed=seed + size) for size in sizes]
     table = torch.arange(1, 79, dtype=torch.int32, device=device).view(3, 26)
-    q = normal(device, tokens, 6, 16, seed=seed)
+    width = sum(sizes) if latent else 16
+    q = normal(device, tokens, 6, width, seed=seed)
     whole = attend(kernels, q, caches, table[:1], [length], [tokens], window=window)
-    company = torch.cat((normal(device, 2, 6, 16, seed=seed), q, normal(device, 5, 6, 16, seed=seed)))
+    company = torch.cat((normal(device, 2, 6, width, seed=seed), q, normal(device, 5, 6, width, seed=seed)))
     own = attend(kernels, company, caches, table.roll(1, 0), [9, length, 100], [2, tokens, 5], window=window, padding=padding)
     assert same(own[2 : 2 + tokens], whole)
     done = 0
@@ -191,6 +198,12 @@ _, test_attention_is_alike_in_many_contexts = some_and_many(attention_is_alike, 
 @pytest.mark.slow
 def test_attention_is_alike(kernels_of, device):
     attention_is_alike(kernels_of, device, 62, [1, 2], 0, 1, 0)
+
+
+@pytest.mark.parametrize("case", [(62, [1, 2], 1), pytest.param((290, [4, 9, 1], 0), marks=pytest.mark.slow)])
+def test_attention_to_latent_vectors_is_alike(kernels_of, device, case):
+    length, chunks, padding = case
+    attention_is_alike(kernels_of, device, length, chunks, 0, padding, 0, latent=True)
 
 
 @pytest.mark.slow

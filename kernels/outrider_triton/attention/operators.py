@@ -24,9 +24,12 @@ FIRST_CHUNK = 256
 """Number of positions in each of the first chunks of exact attention."""
 
 
-def _join_splits(
+def join_splits(
     q: Tensor, parts: Tensor, stats: Tensor, query_start: Tensor, out: Tensor, batch: int, planes: int, pdl: bool
 ) -> Tensor:
+    """Return the joined parts of split attention [T, Hq, D] in ``out``, or as rows in ``planes``; see
+    :func:`_paged_attention`.
+    """
     tokens, heads, split, size = parts.shape
     joined, grains = allocate_rows(q, (tokens, heads * size), planes) if planes else (out, None)
     block_size = max(power_of_two(size), 16)
@@ -114,7 +117,7 @@ def _paged_attention(
             pdl=pdl,
             warps=warps,
         )
-    return out if split == 1 else _join_splits(q, parts, stats, query_start, out, batch, planes, pdl)
+    return out if split == 1 else join_splits(q, parts, stats, query_start, out, batch, planes, pdl)
 
 
 define("paged_attention.triton", _paged_attention)
@@ -283,7 +286,7 @@ def _exact_attention(
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     parts = stats = counts = out
-    chunks = _chunk_count(max_kv) if shared else 1
+    chunks = chunk_count(max_kv) if shared else 1
     if shared:
         parts = torch.empty((tokens, heads, chunks, size), dtype=torch.float32, device=q.device)
         stats = torch.empty((tokens, heads, chunks, 2), dtype=torch.float32, device=q.device)
@@ -315,7 +318,7 @@ def _exact_attention(
     return out
 
 
-def _chunk_count(positions: int) -> int:
+def chunk_count(positions: int) -> int:
     """Return the number of chunks (``chunk_start``) that begin before ``positions``."""
     count = 0
     each: int = exact.CHUNKS_PER_DOUBLING.value

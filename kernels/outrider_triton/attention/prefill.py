@@ -421,7 +421,7 @@ def _are_long_prompts(metadata: AttentionMetadata, *, has_context: bool) -> bool
 
 def _key(prompts: PrefillOperands) -> tuple[object, ...]:
     q, sinks = prompts.q, () if prompts.sinks is None else ("sinks",)
-    return q.dtype, prompts.k_cache.dtype, *q.shape[1:], *prompts.k_cache.shape[1:], prompts.window, *sinks
+    return q.dtype, prompts.k_cache.dtype, *q.shape[1:], *prompts.k_cache.shape[2:], prompts.window, *sinks
 
 
 def _zero_padding(out: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -42,7 +42,7 @@ def chunk_start(chunk, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _merge(best, total, acc, chunk_best, chunk_total, chunk_acc):
+def merge(best, total, acc, chunk_best, chunk_total, chunk_acc):
     """Merge the maxima, sums and weighted values of rows [R], [R], [R, size] with those of a later chunk.
 
     Each sum is one explicit FMA: the compiler has no choice of what to contract.
@@ -57,7 +57,8 @@ def _merge(best, total, acc, chunk_best, chunk_total, chunk_acc):
 
 
 @triton.jit
-def _quotient(acc, total):
+def quotient(acc, total):
+    """Return the weighted values divided by their sums, rounded correctly."""
     return tl.div_rn(acc, tl.broadcast_to(tl.where(total == 0.0, 1.0, total)[:, None], acc.shape))
 
 
@@ -134,7 +135,7 @@ def exact_attention(
                 keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, inside, q.dtype.element_ty)
                 visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
                 sums = attend(queries, keys, values, visible, scale, *sums)
-            best, total, acc = _merge(best, total, acc, *sums)
+            best, total, acc = merge(best, total, acc, *sums)
             start = next_start
 
         place = token * heads + head
@@ -145,7 +146,7 @@ def exact_attention(
             store_rows(parts, place, lane, size, acc, row_mask)
             store_sums(stats, place, best, total, row_mask)
         else:
-            store_rows(out, place, lane, size, _quotient(acc, total).to(out.dtype.element_ty), row_mask)
+            store_rows(out, place, lane, size, quotient(acc, total).to(out.dtype.element_ty), row_mask)
 
 
 @triton.jit(do_not_specialize=["batch", "chunks"])
@@ -171,5 +172,5 @@ def merge_chunks(
                 chunk_best = tl.load(stats + part * 2 + one, mask=used, other=-float("inf"))
                 chunk_total = tl.load(stats + part * 2 + 1 + one, mask=used, other=0.0)
                 chunk_acc = tl.load(parts + part * size + lane, mask=used & (lane < size), other=0.0)
-                best, total, acc = _merge(best, total, acc, chunk_best, chunk_total, chunk_acc)
-        tl.store(out + place * size + lane, _quotient(acc, total).to(out.dtype.element_ty), mask=lane < size)
+                best, total, acc = merge(best, total, acc, chunk_best, chunk_total, chunk_acc)
+        tl.store(out + place * size + lane, quotient(acc, total).to(out.dtype.element_ty), mask=lane < size)

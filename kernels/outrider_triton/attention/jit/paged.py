@@ -149,7 +149,16 @@ def attend(queries, keys, values, visible, scale, best, total, acc):
 
     Return the updated maximum, sum and weighted values of each row.
     """
-    scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.4426950408889634)
+    return add_block(tl.dot(queries, keys, input_precision="ieee"), values, visible, scale, best, total, acc)
+
+
+@triton.jit
+def add_block(scores, values, visible, scale, best, total, acc):
+    """Add values [BLOCK_KV, size], weighted by the exponentials of their ``scores`` [BLOCK_ROWS, BLOCK_KV] times ``scale``.
+
+    Return the updated maximum, sum and weighted values of each row.
+    """
+    scores *= scale * 1.4426950408889634
     scores = tl.where(visible, scores, -float("inf"))
     higher = tl.maximum(best, tl.max(scores, axis=1))
     # A row without a visible position keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.

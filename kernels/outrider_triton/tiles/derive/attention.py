@@ -137,6 +137,31 @@ def derive_attention_launch(
     return AttentionLaunch(rows, block, split, tuned.warps if tuned else 4, stages)
 
 
+def derive_latent_launch(
+    facts: DeviceFacts, heads: AttentionHeads, rotated: int, *, batch: int, max_query: int, max_kv: int
+) -> AttentionLaunch:
+    """Return the launch of attention to latent vectors of ``heads.size`` elements, with keys of ``rotated`` more.
+
+    Each vector is loaded once, for scores and values. A tile has few rows while such tiles leave processors without work.
+    """
+    rows, block, warps, stages, share = 16, 32, 4, 3, 3
+    if heads.bytes == 2 and 2 * power_of_two(batch) * -(-max_query * heads.group // rows) > facts.processors:
+        rows, block, warps, stages, share = 64, 64, 8, 2, 1
+    block = fit_latent_block(facts, heads, rotated, rows, block, stages)
+    programs = power_of_two(batch) * -(-max_query * heads.group // rows)
+    return AttentionLaunch(
+        rows, block, _split_count(share * facts.processors // programs, max_kv, block, None), warps, stages
+    )
+
+
+def fit_latent_block(facts: DeviceFacts, heads: AttentionHeads, rotated: int, rows: int, block: int, stages: int) -> int:
+    """Return the largest number of cached tokens whose tiles fit into shared memory: ``block``, or a half of it and so on."""
+    width = (power_of_two(heads.size) + power_of_two(rotated)) * heads.bytes
+    while (stages * block + rows) * width + rows * block * heads.bytes > facts.shared_bytes and block > 16:
+        block //= 2
+    return block
+
+
 def _streamed_launch(
     facts: DeviceFacts,
     heads: AttentionHeads,
