@@ -44,6 +44,7 @@ from outrider.device.kernels.residual import SINGLE_RANK, Computed
 from outrider.device.kernels.weights import linear
 from outrider_triton.attention.cached import CacheAttention
 from outrider_triton.attention.prefill import PrefillOperands
+from outrider_triton.experts.router import MAX_ROUTED_TOKENS, multiplies_router
 from outrider_triton.launch import has_kernel
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.products.operands import HeadGate, Product, QuantizedProduct
@@ -139,6 +140,7 @@ class FusedBlocks(KernelSet):
     dense: DenseProducts
     quantized: QuantizedProducts
     attention: CacheAttention
+    _max_routed_tokens = MAX_ROUTED_TOKENS
 
     def attention_block(
         self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
@@ -192,6 +194,12 @@ class FusedBlocks(KernelSet):
             return linear(self, gated, shared.down, shared.down_bias)
 
         return experts_stream(self, x, block, mlp)
+
+    def _router_logits(self, x: Tensor, block: ExpertsBlock) -> Tensor:
+        """Multiply few tokens by a router in float32 without a copy of the tokens in float32."""
+        if x.shape[0] > self._max_routed_tokens or not multiplies_router(x, block.router):
+            return super()._router_logits(x, block)
+        return torch.ops.outrider.router_logits.triton(x, block.router, block.router_bias, self.pdl)  # type: ignore[no-any-return]
 
     @abstractmethod
     def _expert_results(self, x: Tensor, shares: Tensor, chosen: Tensor, block: ExpertsBlock) -> Tensor: ...

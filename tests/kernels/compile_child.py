@@ -23,11 +23,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from outrider_triton.attention.jit import exact as exact_attention
+from outrider_triton.attention.jit import latent
 from outrider_triton.attention.jit import paged as attention
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
 from outrider_triton.attention.jit import prefill as prefill_attention
 from outrider_triton.experts.jit import large_m as expert_tiles
 from outrider_triton.experts.jit import products as experts
+from outrider_triton.experts.jit import router
 from outrider_triton.jit import bookkeeping, peers, recurrent_chunks, recurrent_steps_shared, rows
 from outrider_triton.jit import recurrent_steps as recurrent
 from outrider_triton.jit import selection as token_choice
@@ -106,6 +108,8 @@ ATTENTION = {
 }
 EXACT = {**NO_SINKS, "PAGE": 16, "GROUP": 4, "WINDOW": 0, "CHUNK": 256, "BLOCK_ROWS": 64, "BLOCK_KV": 64, "BLOCK_SIZE": 128}
 EXACT_TYPES = {"tokens": "i32", "counts": "*i32"}
+LATENT = {"HEADS": 20, "PAGE": 16, "BLOCK_ROWS": 32, "BLOCK_KV": 64, "BLOCK_SIZE": 512, "BLOCK_ROTATED": 64}
+LATENT_TYPES = {**EXACT_TYPES, **dict.fromkeys(("latent", "norm", "q_rotated"), HALF)}
 PROMPT = {
     **NO_SINKS,
     "PAGE": 16,
@@ -281,6 +285,12 @@ KERNELS = [
     (exact_attention.exact_attention, EXACT_TYPES, {**without("sinks", EXACT), "TREE": False, "SHARED": False}),
     (exact_attention.merge_chunks, {"counts": "*i32"}, {**NO_SINKS, "BLOCK_SIZE": 128}),
     (exact_attention.merge_chunks, {"counts": "*i32"}, {"BLOCK_SIZE": 128}),
+    (router.router_logits, {"weight": WIDE, "out": WIDE}, {"bias": None, "EXPERTS": 2, "BLOCK": 2048}),
+    (latent.head_linear, {"tokens": "i32"}, {"BLOCK_TOKENS": 16, "BLOCK_OUTER": 64, "BLOCK_INNER": 64}),
+    (latent.norm_rope_write_cache, LATENT_TYPES, {"BLOCK_HEADS": 32, "BLOCK_SIZE": 512, "BLOCK_HALF": 32}),
+    (latent.latent_attention, LATENT_TYPES, {**LATENT, "TREE": False, "SHARED": False, "CHUNK": 0}),
+    (latent.latent_attention, LATENT_TYPES, {**LATENT, "TREE": True, "SHARED": True, "CHUNK": 0}),
+    (latent.latent_attention, LATENT_TYPES, {**LATENT, "TREE": False, "SHARED": True, "CHUNK": 256}),
     (prefill_attention.copy_context, {}, COPY),
     (
         prefill_attention.merge_context,

@@ -10,7 +10,16 @@ LATE = {"linear_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantiz
 LATE |= {"expert_gates", "tall_silu_mul", "tall_experts", "gather_pairs", "multiply_scaled_blocks"}
 LATE |= {"prefill_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
-READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
+READS_WEIGHTS = {
+    "norm_rope_write_cache",
+    "head_linear",
+    "router_logits",
+    "all_reduce_rms_norm",
+    "rms_norm",
+    "add_rms_norm",
+    "linear_add",
+    "streamed_linear_add",
+}
 READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes", "streamed_planes"}
 READS_WEIGHTS |= {"add_gated", "add_parts_rope_write_cache", "delta_rule", "delta_rule_shared"}
 READS_WEIGHTS |= {"gate_quantize", "gated_rms_norm", "short_convolution"}
