@@ -324,7 +324,7 @@ class TritonKernels(FusedBlocks):
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
         powers = (1 << exponent for exponent in range(_MAX_MOVES.bit_length()))
-        for count in self.tiles.scope.each(("move_cache", k_cache.dtype, k_cache.stride(1)), powers):
+        for count in self.tiles.scope.each(("move_cache", k_cache.dtype, k_cache.stride(1), v_cache.stride(1)), powers):
             reserved = torch.zeros(count, dtype=sources.dtype, device=sources.device)
             _TRITON.move_cache.triton(k_cache, v_cache, reserved, reserved, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)

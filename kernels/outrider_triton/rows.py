@@ -230,12 +230,12 @@ define("rope_write_cache.triton_parts", _add_parts_rope_write_cache, writes=("k_
 def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor, pdl: bool) -> None:
     moves = sources.shape[0]
     expect(moves <= _MAX_MOVES, lambda: f"move_cache: {moves} rows at once, expected at most {_MAX_MOVES}")
-    size = k_cache.stride(1)
+    sizes = k_cache.stride(1), v_cache.stride(1)
     block = 64
     launch(
         jit.move_cache,
-        (triton.cdiv(size, block) if moves else 0,),
-        *(k_cache, v_cache, sources, destinations, moves, size),
+        (triton.cdiv(max(sizes), block) if moves else 0,),
+        *(k_cache, v_cache, sources, destinations, moves, *sizes),
         MOVES=power_of_two(moves),
         BLOCK=block,
         pdl=pdl,

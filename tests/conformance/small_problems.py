@@ -11,7 +11,17 @@ SMALL |= {"blocks": 1, "zeros": 1, "active": 0, "nan": 0, "alone": 0, "far": 0, 
 SMALL |= {"channels": 24, "kernel_size": 4, "repeats": 2, "key_size": 24, "value_size": 20}
 SMALL |= {"windowed": 1, "deep": 0, "flag": 1, "count": 3, "experts": 4, "chosen": 2, "held": 0, "scoring": 0}
 SMALL |= {"wide_norm": 0, "partial": 0, "sharp": 0, "whole": 0, "scale_dtype": 0}
-SMALL |= {"absorbed": 1, "split": 0, "ranks": 0, "gated": 0, "head_scales": 0, "no_norm": 0, "attend": 0, "prompt": 0}
+SMALL |= {
+    "absorbed": 1,
+    "latent": 1,
+    "split": 0,
+    "ranks": 0,
+    "gated": 0,
+    "head_scales": 0,
+    "no_norm": 0,
+    "attend": 0,
+    "prompt": 0,
+}
 
 
 def small(name, dtype=torch.float32, **changes):

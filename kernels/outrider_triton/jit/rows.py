@@ -369,22 +369,31 @@ def add_parts_rope_write_cache(
 
 @triton.jit(do_not_specialize=["moves"])
 def move_cache(
-    k_cache, v_cache, sources, destinations, moves, size, MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    k_cache,
+    v_cache,
+    sources,
+    destinations,
+    moves,
+    k_size,
+    v_size,
+    MOVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Move the cache rows ``sources`` to ``destinations``; one program per block of columns. A program reads all rows before
-    it writes any.
+    it writes any. Rows of keys have ``k_size`` elements, those of values ``v_size``.
     """
     begin(PDL)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     move = tl.arange(0, MOVES)
     source = tl.load(sources + move, mask=move < moves, other=0)[:, None]
     destination = tl.load(destinations + move, mask=move < moves, other=0)[:, None]
-    mask = (lane < size) & (move < moves)[:, None]
-    keys = tl.load(k_cache + source * size + lane, mask=mask, other=0.0)
-    values = tl.load(v_cache + source * size + lane, mask=mask, other=0.0)
+    is_move = (move < moves)[:, None]
+    keys = tl.load(k_cache + source * k_size + lane, mask=(lane < k_size) & is_move, other=0.0)
+    values = tl.load(v_cache + source * v_size + lane, mask=(lane < v_size) & is_move, other=0.0)
     tl.debug_barrier()  # another thread's source row may be this thread's destination
-    tl.store(k_cache + destination * size + lane, keys, mask=mask)
-    tl.store(v_cache + destination * size + lane, values, mask=mask)
+    tl.store(k_cache + destination * k_size + lane, keys, mask=(lane < k_size) & is_move)
+    tl.store(v_cache + destination * v_size + lane, values, mask=(lane < v_size) & is_move)
 
 
 @triton.jit

@@ -336,13 +336,14 @@ def _head_norm_rope(
 
 def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
     """Return the problem of overlapping moves in a cache; some have equal source and destination, and padding moves in page
-    0.
+    0. With ``latent``, values are larger than keys.
     """
     _, _, size, page = _cache_sizes(shape)
     moves = shape["moves"]
     pages = moves // page + 3 + (MANY // page if shape.get("far") else 0)
     kv_heads = 1 if shape.get("far") else 2
-    caches = [dice.normal(pages, page, kv_heads, size, dtype=dtype) for _ in range(2)]
+    sizes = (size, 2 * size if shape["latent"] else size)
+    caches = [dice.normal(pages, page, kv_heads, each, dtype=dtype) for each in sizes]
     sources = dice.integers(page, pages * page, moves)
     destinations = _distinct_slots(moves, page, pages * page, dice)
     half = moves // 2
@@ -355,11 +356,11 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
         sources[-1] = destinations[-1] = alone
     stale = destinations[~torch.isin(destinations, sources)]
     for pages_of in caches:  # a product with zeros isn't zero
-        pages_of.view(-1, kv_heads, size)[stale] = torch.nan
+        pages_of.flatten(0, 1)[stale] = torch.nan
     wanted = {}
     caches = [as_stored(each, cache) for each in caches]
     for name, pages_of in zip(("k_cache", "v_cache"), caches, strict=True):
-        after = pages_of.to(torch.float64, copy=True).view(-1, kv_heads, size)
+        after = pages_of.to(torch.float64, copy=True).flatten(0, 1)
         after[destinations] = after[sources].clone()
         wanted[name] = bounds.exact(after.view(pages_of.shape))
     operands = {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1])}
@@ -425,8 +426,8 @@ _CASES = (
     (
         "move_cache",
         _move,
-        {"moves": row_counts(1, 40, 255, rare=(1100,)), "size": _SIZE, "page": _PAGE} | _FAR,
-        ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
+        {"moves": row_counts(1, 40, 255, rare=(1100,)), "size": _SIZE, "page": _PAGE, "latent": _FLAG} | _FAR,
+        ({"moves": 33, "size": 0, "page": 1, "latent": 1}, {"moves": 300, "size": 1, "page": 0, "latent": 0}),
     ),
 )
 _IN_FORMATS = tuple(problems for case in _CASES for problems in in_formats(*case, caches=(None, *CACHE_FORMATS)))

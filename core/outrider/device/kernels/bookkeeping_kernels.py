@@ -122,6 +122,7 @@ class BookkeepingKernels:
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values [pages, page size, Hkv, D] from slots ``sources`` to ``destinations``, both int64 [M].
+        With a cache of latent vectors, values have another D than keys.
 
         Every source is read before any destination is written, so the two may overlap. Destinations are distinct, except in
         the reserved page 0, which receives padding. A source equal to its destination changes nothing.
