@@ -171,6 +171,7 @@ LATENT = (
             {**_PLAIN, "batch": 3, "new": 9, "context": 700, "tree": 1, "ragged": 1, "heads": 3},
             {**_PLAIN, "batch": 3, "new": 70, "context": 131, "ragged": 1, "padding": 5, "size": 1},
             {**_PLAIN, "batch": 20, "new": 1, "context": 30, "heads": 5, "page": 1},
+            {**_PLAIN, "batch": 2, "new": 3, "context": 40, "heads": 2, "size": 2},
         ),
         caches=(None, *CACHE_FORMATS),
     ),
