@@ -50,18 +50,24 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 def rope_write_cache(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
-    """Rotate q [T, Hq, D] and k [T, Hkv, D] in place, then write k and v to the cache at ``slots`` int64 [T].
-
-    The halves of a head are rotated against each other, as Hugging Face lays them out.
-    """
-    for x in (q[..., : cos.shape[-1]], k[..., : cos.shape[-1]]):
-        half = x.shape[-1] // 2
-        rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-        x.copy_(x * cos.unsqueeze(1) + rotated * sin.unsqueeze(1))
+    """Rotate q [T, Hq, D] and k [T, Hkv, D] in place, then write k and v to the cache at ``slots`` int64 [T]."""
+    rotate_heads(q, cos, sin)
+    rotate_heads(k, cos, sin)
     page_size = k_cache.shape[1]
     page, offset = slots // page_size, slots % page_size
     k_cache[page, offset] = as_cached(k, k_cache.dtype)
     v_cache[page, offset] = as_cached(v, v_cache.dtype)
+
+
+def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first Dr dimensions of ``heads`` [T, heads, D] in place by ``cos`` and ``sin`` [T, Dr].
+
+    The halves of these dimensions are rotated against each other, as Hugging Face lays them out.
+    """
+    x = heads[..., : cos.shape[-1]]
+    half = x.shape[-1] // 2
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    x.copy_(x * cos.unsqueeze(1) + rotated * sin.unsqueeze(1))
 
 
 def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
