@@ -70,6 +70,48 @@ SANDWICHES: dict[str, dict[str, Any]] = {
     },
 }
 """Families whose layers norm their results."""
+_GEMMA4_SMALL: dict[str, Any] = {
+    **_GEMMA4,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "rms_norm_eps": 0.3,  # with a small one, the norm of each layer's input hides a factor of it
+    "initializer_range": 0.2,
+}
+SHARING_SANDWICHES: dict[str, dict[str, Any]] = {
+    "gemma4_text-e2b": _GEMMA4_SMALL,
+    "gemma4_text-e4b": {  # every sixth layer is full
+        **_GEMMA4_SMALL,
+        "num_hidden_layers": 12,
+        "layer_types": None,
+        "num_kv_shared_layers": 5,
+        "use_double_wide_mlp": False,
+        "vocab_size_per_layer_input": 99,
+    },
+    "gemma4_text-inputs": {**_GEMMA4_SMALL, "num_kv_shared_layers": 0},
+    "gemma4_text-e2b-values": {
+        **_GEMMA4_SMALL,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "attention_bias": True,
+    },
+    "gemma4_unified_text-sharing": {
+        **{key: value for key, value in _GEMMA4_SMALL.items() if "per_layer_input" not in key},
+        "model_type": "gemma4_unified_text",
+    },
+    "gemma4_text-small-experts": {
+        **_GEMMA4_SMALL,
+        "use_double_wide_mlp": False,
+        **{key: value for key, value in SANDWICHES["gemma4_text-experts"].items() if "expert" in key or "moe" in key},
+    },
+}
+"""Gemma 4 models whose last layers read the keys and values of earlier ones, or whose layers have inputs of their own."""
 
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
@@ -285,7 +327,9 @@ def tiny_config(name: str, **overrides: Any) -> Any:
 
     ``name`` is one of the families here, or a family of transformers that needs no further fields.
     """
-    fields = SHAPE | (FAMILIES | SANDWICHES | MIXTURES | LATENT | OTHER_FAMILIES).get(name, {}) | overrides
+    fields = (
+        SHAPE | (FAMILIES | SANDWICHES | SHARING_SANDWICHES | MIXTURES | LATENT | OTHER_FAMILIES).get(name, {}) | overrides
+    )
     family = fields.pop("model_type", name)
     if family in ("gpt_neox", "gpt2"):  # they have as many keys as queries, and no field for it
         del fields["num_key_value_heads"]

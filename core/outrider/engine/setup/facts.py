@@ -116,6 +116,8 @@ def collect_facts(
         inner = max(inner, config.recurrent.prompt_values)
     if config.latent is not None:
         inner = max(inner, config.latent.prompt_values(config.num_heads))
+    # While per-layer inputs are made, there are three tensors of their width; afterwards one, for the whole pass.
+    inner = config.per_layer_width + max(inner, 2 * config.per_layer_width)
     window = 0
     if config.recurrent is not None and proposer.depth:
         window = (proposer.depth + 1) * config.recurrent.window_bytes(model.dtype)

@@ -29,6 +29,7 @@ from outrider.model.checkpoint.mapping import (
     decoder_weights,
     is_unused_tensor,
     mtp_tensors,
+    unread_keys,
     vision_name,
 )
 from outrider.model.checkpoint.opening import open_checkpoint
@@ -237,7 +238,7 @@ class DecoderPlan:
     format: str | None
     """Format of the KV cache; None for the model's dtype."""
     scales: tuple[tuple[Tensor, Tensor], ...]
-    """Scales of keys and values of each layer with attention; empty without stored scales."""
+    """Scales of keys and values of each of ``ModelConfig.cached_layers``; empty without stored scales."""
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -277,12 +278,11 @@ class DecoderPlan:
             )
             record = decoder_weights(self.config, weights)
             if self.format is not None:
-                attending = self.config.attention_layers
                 formats = [
                     cache_format(self.format, scales, self.config, dtype=self.dtype, device=self.backend.device)
-                    for scales in self.scales or [None] * len(attending)
+                    for scales in self.scales or [None] * len(self.config.cached_layers)
                 ]
-                by_layer = dict(zip(attending, formats, strict=True))
+                by_layer = {index: formats[self.config.cache_index(index)] for index in self.config.attention_layers}
                 layers = enumerate(record.layers)
                 record = replace(record, layers=tuple(replace(layer, cache=by_layer.get(index)) for index, layer in layers))
             with wrap_read_errors(self.files.origin, "a decoder"):
@@ -320,16 +320,17 @@ def plan_decoder(
     optional = mtp_tensors(files.tensors)  # the heads' loader checks them
     if config.sandwich is not None:  # they run on text alone
         optional |= {key for key in files.tensors if key.startswith(OTHER_MODALITIES)}
+        optional |= unread_keys(config, files.tensors, stem)
     if config.tie_embeddings:
         optional.add(_HEAD)
     if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     strategy = None if quantization is None or kv_dtype == "plain" else quantization.cache_strategy
     format = resolve_cache_format(kv_dtype, strategy, kernels, backend, str(files.origin))
-    prefixes = [f"{stem}layers.{index}" for index in config.attention_layers]
+    prefixes = {index: f"{stem}layers.{index}" for index in config.attention_layers}
     scales: list[tuple[Tensor, Tensor]] = []
     if quantization is not None:
-        stored_scales = scale_keys(files, prefixes)
+        stored_scales = scale_keys(files, prefixes.values())
         optional |= stored_scales
         if stored_scales and format is not None and strategy is None:
             strategy = "tensor"  # the config doesn't announce them
@@ -339,7 +340,7 @@ def plan_decoder(
             "in the model's dtype with --kv-dtype plain"
         )
     if strategy is not None:
-        scales = [read_scales(files, prefix, strategy, config.num_kv_heads) for prefix in prefixes]
+        scales = [read_scales(files, prefixes[index], strategy, config.num_kv_heads) for index in config.cached_layers]
     check_tensors(
         files, decoder_targets(config, files.tensors), optional=optional, quantization=quantization, backend=backend
     )

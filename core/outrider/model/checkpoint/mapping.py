@@ -29,7 +29,8 @@ from outrider.model.checkpoint.files import AdjacentPairs, Piece, Target, Tensor
 from outrider.model.config.layer_configs import SANDWICH_FAMILIES
 from outrider.model.config.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
-from outrider.model.layers.layer_weights import LatentWeights, LayerWeights, SandwichExpertVectors
+from outrider.model.layers.layer_weights import LatentWeights, LayerWeights, PerLayerInputWeights, SandwichExpertVectors
+from outrider.model.layers.per_layer_inputs import PerLayerEmbeddingWeights
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization.storages import PACKED
 
@@ -47,7 +48,7 @@ _QKV, _OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "s
 _GATE_UP, _DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 _WITH_ADJACENT_PAIRS = ("ernie4_5", "ernie4_5_moe")
 """Families that rotate pairs of adjacent dimensions of a head."""
-_RECURRENT, _LATENT, _SANDWICH_EXPERTS = "recurrent.", "latent.", "sandwich_experts."
+_RECURRENT, _LATENT, _SANDWICH_EXPERTS, _PER_LAYER = "recurrent.", "latent.", "sandwich_experts.", "per_layer_input."
 """Prefixes of the names of weights that a layer has in a record of their own."""
 _SANDWICH_NORMS = (
     ("attention_output_norm", "post_attention_layernorm"),
@@ -132,8 +133,9 @@ def layer_targets(
     if config.sandwich is not None:
         targets = [norm(field, part, config.hidden_size) for field, part in _SANDWICH_NORMS]
         targets.append(Target(f"{name}.output_scale", (Piece(f"{prefix}.layer_scalar", (1,)),)))
+        targets += _per_layer_targets(prefix, f"{name}.{_PER_LAYER}", config.hidden_size, config.sandwich.input_size)
     query, key, value = _QKV
-    parts = (query, key, key if config.values_are_keys else value)
+    parts = (query,) if config.shares_keys else (query, key, key if config.values_are_keys else value)
     if config.latent is not None:
         targets += latent_targets(config, config.latent, f"{prefix}.self_attn", name, shards)
     elif attends:
@@ -153,13 +155,24 @@ def layer_targets(
     if config.mlp_bias and shards.mlp.rank == 0:
         targets.append(bias("down_bias", _DOWN))
     if config.qk_norm and attends:
-        counts = (config.num_heads, config.num_kv_heads) if config.joint_qk_norm else (1, 1)
-        sizes = zip("qk", counts, strict=True)
-        targets += [norm(f"{part}_norm", f"self_attn.{part}_norm", count * config.head_size) for part, count in sizes]
+        counts = {"q": config.num_heads} if config.shares_keys else {"q": config.num_heads, "k": config.num_kv_heads}
+        for part, count in counts.items():
+            heads = count if config.joint_qk_norm else 1
+            targets.append(norm(f"{part}_norm", f"self_attn.{part}_norm", heads * config.head_size))
     if config.attention_sinks and attends:
         own = _head_rows(config, shards, 1)
         targets.append(Target(f"{name}.sinks", (Piece(f"{prefix}.self_attn.sinks", (config.num_heads,), own),), wide=True))
     return targets
+
+
+def _per_layer_targets(prefix: str, name: str, hidden: int, size: int) -> list[Target]:
+    """Return the weights of the input of ``size`` that a layer has for each token; none for a size of 0."""
+    parts = (
+        ("gate", "per_layer_input_gate", (size, hidden)),
+        ("projection", "per_layer_projection", (hidden, size)),
+        ("norm", "post_per_layer_input_norm", (hidden,)),
+    )
+    return [Target(f"{name}{field}", (Piece(f"{prefix}.{part}.weight", shape),)) for field, part, shape in parts if size]
 
 
 def latent_targets(config: ModelConfig, latent: LatentConfig, stem: str, name: str, shards: Shards) -> list[Target]:
@@ -209,6 +222,15 @@ OTHER_MODALITIES = tuple(
 """Beginnings of the names of Gemma 4's tensors for images and sounds."""
 
 
+def unread_keys(config: ModelConfig, present: Iterable[str], stem: str) -> set[str]:
+    """Return the names among ``present`` of the keys and values of layers that read those of other layers. Published
+    checkpoints hold such tensors, which no library reads.
+    """
+    layers = (f"{stem}layers.{index}.self_attn" for index in range(config.num_writing_layers, config.num_layers))
+    stems = tuple(f"{layer}.{part}." for layer in layers for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
+    return {key for key in present if key.startswith(stems)}
+
+
 def decoder_stem(present: Container[str]) -> str:
     """Return the prefix of the names of a decoder's tensors, empty for a base model that was saved without its head."""
     stems = ("model.", "model.language_model.", "")
@@ -248,6 +270,14 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
         if mixture:
             targets += expert_targets(config, prefix, f"layers.{index}", present, shards)
     targets.append(Target("norm", (Piece(f"{stem}norm.weight", (config.hidden_size,)),)))
+    if config.sandwich is not None and config.per_layer_width:
+        width, size = config.per_layer_width, config.sandwich.input_size
+        table = f"{stem}embed_tokens_per_layer.weight"
+        targets += [
+            Target("per_layer.table", (Piece(table, (config.sandwich.input_vocabulary, width)),)),
+            Target("per_layer.projection", (Piece(f"{stem}per_layer_model_projection.weight", (width, hidden)),)),
+            Target("per_layer.norm", (Piece(f"{stem}per_layer_projection_norm.weight", (size,)),)),
+        ]
     if not config.tie_embeddings:
         targets.append(table_target("head", head, vocabulary, hidden, shards))
     return list(offset_norms(config, targets))
@@ -255,6 +285,7 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
 
 def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderWeights:
     """Return the decoder's weights from ``weights``, the loaded tensors by target name."""
+    per_layer = {key.removeprefix("per_layer."): each for key, each in weights.items() if key.startswith("per_layer.")}
     return DecoderWeights(
         embedding=weights["embedding"],
         head=weights["embedding"] if config.tie_embeddings else weights["head"],
@@ -263,6 +294,7 @@ def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderW
             layer_weights(weights, f"layers.{index}", config.experts if config.has_experts(index) else None)
             for index in range(config.num_layers)
         ),
+        per_layer=PerLayerEmbeddingWeights(**per_layer) if per_layer else None,
     )
 
 
@@ -317,7 +349,14 @@ def is_unused_tensor(key: str) -> bool:
 
 _FUSED_PARTS = ("in_proj_qkvz", "in_proj_ba")
 _STORED_WEIGHTS = ("weight", "weight_packed", "qweight")
-_RECORDS = MappingProxyType({_RECURRENT: DeltaRuleWeights, _LATENT: LatentWeights, _SANDWICH_EXPERTS: SandwichExpertVectors})
+_RECORDS = MappingProxyType(
+    {
+        _RECURRENT: DeltaRuleWeights,
+        _LATENT: LatentWeights,
+        _SANDWICH_EXPERTS: SandwichExpertVectors,
+        _PER_LAYER: PerLayerInputWeights,
+    }
+)
 _OFFSET_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm", "token_norm", "hidden_norm")
 
 

@@ -314,6 +314,7 @@ SANDWICH: Mapping[str, Field] = MappingProxyType(
         "attention_k_eq_v": FLAG,
         "final_logit_softcapping": number(1e-3, 1e6),
         "hidden_size_per_layer_input": whole_number(0, _MAX_WIDTH, empty=False),
+        "vocab_size_per_layer_input": whole_number(1, MAX_VOCABULARY, empty=False),
         "num_kv_shared_layers": whole_number(0, MAX_LAYERS, empty=False),
         "enable_moe_block": FLAG,
         "num_experts": whole_number(1, _MAX_EXPERTS),

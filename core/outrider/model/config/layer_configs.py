@@ -86,13 +86,7 @@ SANDWICH_FAMILIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_
 
 
 def gemma4(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields of a Gemma 4 config. Raises :class:`ConfigError` for parts of its smaller models."""
-    for name, meaning in (
-        ("hidden_size_per_layer_input", "embeddings of each layer (E2B, E4B)"),
-        ("num_kv_shared_layers", "keys and values that layers share (E2B, E4B)"),
-    ):
-        if value := getattr(hf, name, 0):
-            raise ConfigError(f"{name} is {value}: {meaning} aren't done here; expected none")
+    """Return the fields of a Gemma 4 config. Raises :class:`ConfigError` for parts that no published model has."""
     if hf.hidden_activation != "gelu_pytorch_tanh" or hf.use_bidirectional_attention not in (None, "vision"):
         raise ConfigError(
             f"hidden_activation is {shown(hf.hidden_activation)} and use_bidirectional_attention "
@@ -128,7 +122,28 @@ def gemma4(hf: HfConfig) -> dict[str, Any]:
             ),
             values_are_keys=bool(hf.attention_k_eq_v),
             logit_cap=float(hf.final_logit_softcapping or 0.0),
+            **_small_model_parts(hf),
         ),
+    }
+
+
+def _small_model_parts(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of the parts that Gemma 4 E2B and E4B have: layers that share keys and values, per-layer embeddings.
+
+    Raises :class:`ConfigError` for wide MLPs next to experts, and for tokens without per-layer embeddings.
+    """
+    sharing, size = hf.num_kv_shared_layers, getattr(hf, "hidden_size_per_layer_input", 0)
+    is_wide = bool(sharing and hf.use_double_wide_mlp)
+    if is_wide and getattr(hf, "enable_moe_block", False):
+        raise ConfigError("use_double_wide_mlp and enable_moe_block are true, expected one of them in layers that share keys")
+    vocabulary = hf.vocab_size_per_layer_input if size else 0
+    if size and vocabulary < hf.vocab_size:
+        raise ConfigError(f"vocab_size_per_layer_input is {vocabulary}, expected at least the vocab_size {hf.vocab_size}")
+    return {
+        "sharing_layers": sharing,
+        "has_wide_mlps": is_wide,
+        "input_size": size,
+        "input_vocabulary": vocabulary,
     }
 
 

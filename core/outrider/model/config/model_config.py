@@ -46,6 +46,14 @@ class SandwichConfig:
     """True if the full layers have no projection of values: values are the keys before their norm."""
     logit_cap: float = 0.0
     """The largest magnitude that logits approach, by a hyperbolic tangent; 0 for uncapped logits."""
+    sharing_layers: int = 0
+    """Number of last layers without keys and values. Each reads those of the last earlier layer of its kind."""
+    has_wide_mlps: bool = False
+    """True if the MLPs of the sharing layers have twice the model's intermediate size."""
+    input_size: int = 0
+    """Size of the input that each layer has for each token (per-layer embeddings); 0 without them."""
+    input_vocabulary: int = 0
+    """Number of tokens that the table of per-layer embeddings has, at least those of the vocabulary."""
 
 
 EXPANDED_TOKENS = 4
@@ -305,6 +313,8 @@ class ModelConfig:
     """The layers with a recurrent state instead of attention, or None."""
     values_are_keys: bool = False
     """True for the config of a layer whose values are its keys before their norm: it has no projection of values."""
+    shares_keys: bool = False
+    """True for the config of a layer that reads the keys and values of an earlier one: it projects queries alone."""
     latent: LatentConfig | None = None
     """The latent vectors of attention; None for other attention."""
     sandwich: SandwichConfig | None = None
@@ -368,6 +378,11 @@ class ModelConfig:
             object.__setattr__(self, "windows", (0,) * self.num_layers)
         if len(self.windows) != self.num_layers or min(self.windows) < 0:
             raise ConfigError(f"model config: windows are {self.windows}, expected {self.num_layers} numbers of at least 0")
+        if set(self.windows[: max(self.num_writing_layers, 0)]) != set(self.windows):
+            raise ConfigError(
+                f"model config: the last {self.num_layers - self.num_writing_layers} of {self.num_layers} layers share keys "
+                "and values (num_kv_shared_layers), expected an earlier layer of each kind, whose keys and values they read"
+            )
 
     @property
     def feature_size(self) -> int:
@@ -379,7 +394,7 @@ class ModelConfig:
         """The largest number of intermediate values that an MLP, or all experts of a token together, compute per token."""
         experts = self.experts
         if experts is None:
-            return self.intermediate_size
+            return self.intermediate_size * (2 if self.sandwich is not None and self.sandwich.has_wide_mlps else 1)
         mixed = experts.per_token * experts.intermediate_size + experts.shared_size
         return max(mixed, self.intermediate_size if experts.dense_layers else 0)
 
@@ -419,17 +434,21 @@ class ModelConfig:
         return scale if self.latent is None else scale * self.rope.score_factor
 
     def of_layer(self, index: int) -> ModelConfig:
-        """Return the config with the heads and the rope of layer ``index``, if layers differ in them."""
-        if self.sandwich is None or index not in self.sandwich.full_layers:
+        """Return the config with the heads, the rope and the MLP of layer ``index``, if layers differ in them."""
+        if self.sandwich is None:
             return self
-        full = self.sandwich
-        return replace(
-            self,
-            num_kv_heads=full.kv_heads,
-            head_size=full.head_size,
-            values_are_keys=full.values_are_keys,
-            rope=full.rope,
-        )
+        own, full = self, self.sandwich
+        if index in full.full_layers:
+            own = replace(
+                own,
+                num_kv_heads=full.kv_heads,
+                head_size=full.head_size,
+                values_are_keys=full.values_are_keys,
+                rope=full.rope,
+            )
+        if index < self.num_writing_layers:
+            return own
+        return replace(own, shares_keys=True, intermediate_size=self.intermediate_size * (2 if full.has_wide_mlps else 1))
 
     def attention_shapes(self, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
         """Return the attention shapes of the layers, without duplicates, for queries of ``dtype``; none of latent attention,
@@ -470,9 +489,30 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with attention, which have keys and values in the KV cache."""
+        """Indices of the layers with attention, which read keys and values in the KV cache."""
         recurrent = () if self.recurrent is None else self.recurrent.layers
         return tuple(index for index in range(self.num_layers) if index not in recurrent)
+
+    @property
+    def num_writing_layers(self) -> int:
+        """Number of first layers that write keys and values, or states. The layers after them only read those of others."""
+        return self.num_layers - (0 if self.sandwich is None else self.sandwich.sharing_layers)
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have pages of their own in the KV cache, in the order of ``KVCache.layers``."""
+        return tuple(index for index in self.attention_layers if index < self.num_writing_layers)
+
+    def cache_index(self, layer: int) -> int:
+        """Return the index in ``KVCache.layers`` of the keys and values that ``layer``, which has attention, reads."""
+        if layer in self.cached_layers:
+            return self.cached_layers.index(layer)
+        return max(index for index, own in enumerate(self.cached_layers) if self.windows[own] == self.windows[layer])
+
+    @property
+    def per_layer_width(self) -> int:
+        """Number of values of a token's per-layer inputs in all layers; 0 without per-layer embeddings."""
+        return 0 if self.sandwich is None else self.num_layers * self.sandwich.input_size
 
     def has_experts(self, layer: int) -> bool:
         """Return True if ``layer`` has a mixture of experts instead of an MLP."""

@@ -33,7 +33,7 @@ class KVCache:
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
-    """Keys and values [P, S, Hkv, D] of each layer with attention, in the order of the layers."""
+    """Keys and values [P, S, Hkv, D] of each of ``ModelConfig.cached_layers``, in their order."""
     states: tuple[LayerState, ...] = ()
     """States of each recurrent layer, in the order of the layers; empty for a model without one."""
     windows: tuple[RecurrentWindow, ...] = ()
@@ -82,7 +82,7 @@ class KVCache:
         def page_tensor(heads: int, size: int) -> Tensor:
             return torch.zeros((pages, page_size, heads, size), dtype=dtype, device=device)
 
-        sizes = [config.of_layer(index).cached_sizes for index in config.attention_layers]
+        sizes = [config.of_layer(index).cached_sizes for index in config.cached_layers]
         return cls(tuple((page_tensor(*keys), page_tensor(*values)) for keys, values in sizes))
 
     def with_states(self, config: RecurrentConfig, rows: int, dtype: torch.dtype) -> KVCache:
@@ -124,5 +124,5 @@ class KVCache:
     @staticmethod
     def page_bytes(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of one page over all layers, keys and values together."""
-        sizes = (each for index in config.attention_layers for each in config.of_layer(index).cached_sizes)
+        sizes = (each for index in config.cached_layers for each in config.of_layer(index).cached_sizes)
         return page_size * dtype.itemsize * sum(heads * size for heads, size in sizes)

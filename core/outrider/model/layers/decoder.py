@@ -24,6 +24,7 @@ from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide
 from outrider.model.layers.layer import RecurrentLayer, create_layers
 from outrider.model.layers.layer_weights import LayerWeights
+from outrider.model.layers.per_layer_inputs import PerLayerEmbedding, PerLayerEmbeddingWeights
 from outrider.model.layers.ranks import ModelRanks
 from outrider.model.layers.rotary import Rotary, make_rotary
 
@@ -39,6 +40,8 @@ class DecoderWeights:
     norm: Tensor
     """Weight [H] of the final norm."""
     layers: tuple[LayerWeights, ...]
+    per_layer: PerLayerEmbeddingWeights | None = None
+    """Table of the layers' own inputs; None for models without per-layer embeddings."""
 
 
 class Decoder(LanguageModel):
@@ -61,6 +64,10 @@ class Decoder(LanguageModel):
         # Rounded to the dtype, as transformers does.
         self._embedding_scale = 1.0 if full is None else float(torch.tensor(config.hidden_size**0.5, dtype=self.dtype))
         self._layers = create_layers(config, weights.layers, kernels, ranks)
+        self._cache_indices = tuple(map(config.cache_index, config.attention_layers))
+        self._per_layer = None
+        if weights.per_layer is not None:
+            self._per_layer = PerLayerEmbedding(weights.per_layer, kernels, config.rms_eps)
         prepare(kernels, weights.head)
 
     def _make_rotary(self, config: ModelConfig) -> Rotary:
@@ -111,6 +118,8 @@ class Decoder(LanguageModel):
             for index in self.config.sandwich.full_layers:
                 angles[index] = full
         x = ResidualStream(self.kernels, self.embed_inputs(inputs))
+        if self._per_layer is not None:
+            inputs = replace(inputs, per_layer=self._per_layer(inputs.tokens, x.rows))
         features = () if inputs.embeddings is None else inputs.embeddings.split(self.config.hidden_size, dim=1)
         if self.config.rope.query_beta:
             inputs = replace(inputs, query_scales=query_scales(self.config.rope, inputs.positions).to(self.dtype))
@@ -123,7 +132,8 @@ class Decoder(LanguageModel):
             states = SideBySide(x.rows.new_empty((x.rows.shape[0], len(layers) * width)), width)
         self.begin_pass(inputs)
         last, reads_output = len(self._layers) - 1, len(self._layers) in layers
-        pages_of_layers, states_of_layers = iter(cache.layers), zip(cache.states, windows, strict=True)
+        pages_of_layers = (cache.layers[index] for index in self._cache_indices)
+        states_of_layers = zip(cache.states, windows, strict=True)
         whole = inputs.whole
         for index, layer in enumerate(self._layers):
             pages: tuple[Any, Any] = next(states_of_layers if layer.is_recurrent else pages_of_layers)

@@ -111,6 +111,10 @@ class ForwardInput:
 
     query_scales: Tensor | None = None
     """Factors of the queries of each token, [T, 1, 1] in the model's dtype; None means 1. The decoder sets them."""
+    per_layer: Tensor | None = None
+    """Input of each of L layers for each token, [T, L, P] in the model's dtype, of a model with per-layer embeddings. The
+    decoder sets it.
+    """
     states: StateInput | None = None
     """State rows of each sequence; required by models with recurrent layers, None for others."""
 
@@ -119,7 +123,7 @@ class ForwardInput:
         """Return a batch with the tokens of ``batches`` in this order. They have only tokens, positions, slots and attention,
         and only the last one may have padding tokens.
         """
-        others = ("embeddings", "embedded", "prompt_lens", "kept", "query_scales", "states")
+        others = ("embeddings", "embedded", "prompt_lens", "kept", "query_scales", "per_layer", "states")
         assert all(getattr(each, name) is None for each in batches for name in others)
         return cls(
             torch.cat([each.tokens for each in batches]),

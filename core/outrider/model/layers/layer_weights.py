@@ -64,6 +64,17 @@ class SandwichExpertVectors(NamedTuple):
     """Factors of the experts' routing weights, float32 or wider like ``router_norm``."""
 
 
+class PerLayerInputWeights(NamedTuple):
+    """Weights that add a layer's own input of size P for each token to the residual stream (Gemma 4 E2B and E4B)."""
+
+    gate: Weight
+    """Product [P, H] for the gate that the input is multiplied by."""
+    projection: Weight
+    """Product [H, P] that follows the gate."""
+    norm: Tensor
+    """Norm weight [H] of the result."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentWeights:
     """Device tensors of the latent vectors of a layer with latent attention. The products may be quantized."""
@@ -88,7 +99,8 @@ class LayerWeights:
     qkv: Weight
     """Product for q, k and v, [(Hq + 2 Hkv) D, H] in this order, then the rows [Hq D, H] of the attention's gate if the
     config has one. In a recurrent layer: q, k, v, the output gate, then the rows of b and a of each value head. With latent
-    attention: q or its latent vector, the latent vector of k and v, then the rotated dimensions of the key.
+    attention: q or its latent vector, the latent vector of k and v, then the rotated dimensions of the key. In a layer that
+    shares keys and values: q alone.
     """
     output: Weight
     """Output projection [H, Hq D] of attention. In a recurrent layer: [H, Hv E] for Hv value heads of size E. With latent
@@ -136,6 +148,8 @@ class LayerWeights:
     """Norm weight [H] of the MLP's result, with the experts' next to it; None for models without it."""
     sandwich_experts: SandwichExpertVectors | None = None
     """Vectors of routed experts next to an MLP, which is the shared expert; None for other layers."""
+    per_layer_input: PerLayerInputWeights | None = None
+    """Weights for the layer's own input for each token; None for models without per-layer embeddings."""
     output_scale: Tensor | None = None
     """Factor [1] of the residual stream after the layer; None for models without it."""
     cache: CacheFormat | None = None

@@ -1,8 +1,9 @@
 """A decoder layer with norms before and after its halves (Gemma 4): ``x += norm(attention(norm(x)))``, the same with an MLP.
 
 Values are normalised too, the MLP's activation is GELU, and a factor scales the stream after the layer. Next to the MLP there
-may be routed experts. The layer composes primitives of its kernel set, whatever blocks that has.
-Letters: T new tokens, H hidden size.
+may be routed experts. A layer may read keys and values of an earlier layer, and have an input of its own for each token. The
+layer composes primitives of its kernel set, whatever blocks that has.
+Letters: T new tokens, H hidden size, Hq query heads, D head size, P size of the layer's own input.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
-from outrider.device import ExpertsBlock, KernelSet, ResidualStream
+from outrider.device import AttentionTokens, ExpertsBlock, KernelSet, ResidualStream
 from outrider.device.kernels.blocks import attended_rows, mixed_experts, write_heads
 from outrider.device.kernels.reference.experts import gelu_mul
+from outrider.device.kernels.reference.model import rotate_heads
 from outrider.device.kernels.weights import linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.inputs import ForwardInput
@@ -81,9 +84,11 @@ class SandwichLayer:
         assert weights.mlp_output_norm is not None
         self._output_norms = weights.attention_output_norm, weights.mlp_output_norm
         self._output_scale = weights.output_scale
-        size = config.of_layer(index).head_size
-        self._ones = torch.ones(size, dtype=weights.mlp_norm.dtype, device=weights.mlp_norm.device)
-        self._kernels, self._eps = kernels, config.rms_eps
+        own = config.of_layer(index)
+        self._ones = torch.ones(own.head_size, dtype=weights.mlp_norm.dtype, device=weights.mlp_norm.device)
+        self._query_norm = weights.q_norm if own.shares_keys else None
+        self._input = weights.per_layer_input
+        self._kernels, self._eps, self._index = kernels, config.rms_eps, index
 
     def forward(
         self,
@@ -96,10 +101,8 @@ class SandwichLayer:
         """Return the residual stream after this layer: see :meth:`outrider.model.layers.layer.DecoderLayer.forward`."""
         kernels, eps, block, mlp = self._kernels, self._eps, self._attention, self._mlp
         tokens, rows = inputs.attention_tokens(cos_sin, cache, captured), x.add()
-        qkv = linear(kernels, ResidualStream(kernels, rows).norm(block.norm, eps), block.qkv, block.qkv_bias)
-        values = tokens.rotary.split(qkv)[2]
-        values.copy_(kernels.rms_norm(values, self._ones, eps))
-        q = write_heads(kernels, qkv, block, tokens)
+        projected = linear(kernels, ResidualStream(kernels, rows).norm(block.norm, eps), block.qkv, block.qkv_bias)
+        q = self._queries(projected, tokens)
         attended = attended_rows(kernels, q, None, block, tokens, kernels.paged_attention)
         result = linear(kernels, attended, block.output, block.output_bias)
         rows = tokens.rows.continued(kernels, rows)
@@ -109,4 +112,22 @@ class SandwichLayer:
         if self._experts is not None:
             result = self._experts.combine_with_mlp(rows, result)
         rows.add_(kernels.rms_norm(result, self._output_norms[1], eps))
+        if self._input is not None:
+            assert inputs.per_layer is not None  # the decoder sets it
+            gate = gelu(linear(kernels, rows, self._input.gate), approximate="tanh")
+            gated = gate.mul_(tokens.rows.select(kernels, inputs.per_layer[:, self._index]))
+            rows.add_(kernels.rms_norm(linear(kernels, gated, self._input.projection), self._input.norm, eps))
         return ResidualStream(kernels, rows if self._output_scale is None else rows.mul_(self._output_scale))
+
+    def _queries(self, projected: Tensor, tokens: AttentionTokens) -> Tensor:
+        """Return the rotated queries [T, Hq, D] in ``projected``. Write the keys and values in it, if the layer has some."""
+        kernels, block, rotary = self._kernels, self._attention, tokens.rotary
+        if self._query_norm is None:
+            values = rotary.split(projected)[2]
+            values.copy_(kernels.rms_norm(values, self._ones, self._eps))
+            return write_heads(kernels, projected, block, tokens)
+        q = kernels.rms_norm(projected.unflatten(1, (-1, self._query_norm.shape[0])), self._query_norm, self._eps)
+        if block.input_scales is not None:
+            q.mul_(block.input_scales[: q.shape[1]])
+        rotate_heads(q, rotary.cos, rotary.sin)
+        return q

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def resolve_cache_format(asked: str, strategy: str | None, kernels: KernelSet, b
     )
 
 
-def scale_keys(files: CheckpointFiles, prefixes: list[str]) -> set[str]:
+def scale_keys(files: CheckpointFiles, prefixes: Iterable[str]) -> set[str]:
     """Return the names of the checkpoint's tensors that hold KV cache scales."""
     ends = [each for pair in _SCALE_NAMES for each in pair]
     return {key for prefix in prefixes for end in ends if (key := f"{prefix}.self_attn.{end}") in files.tensors}

@@ -35,6 +35,7 @@ _PRODUCT_MODULES = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
     | {"w1", "w2", "w3", "fc", "input_proj"}
     | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}  # of latent attention, which never multiplies by the whole of kv_b_proj
+    | {"per_layer_input_gate", "per_layer_projection"}  # of layers with an input of their own for each token
     | {"in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"}  # of recurrent layers, whose gates have few rows
 )
 """Last name components of modules with a product: in layers, in experts, and in the fusion of a draft head."""
