@@ -1,5 +1,5 @@
 """Layers that share keys and values, and per-layer embeddings (Gemma 4 E2B and E4B): logits and tokens of transformers,
-engines, pages, quantised copies, refusals.
+engines, pages, rows that sharing layers leave out, quantised copies, refusals.
 """
 
 import json
@@ -18,10 +18,10 @@ from model.test_decoder import PROMPT, TOLERANCE, agree, engines_agree, expect
 from model.test_mixtures import edited, expect_refusal, reshaped, without
 from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
-from outrider.device import ConfigError, QuantizedWeight
+from outrider.device import ConfigError, KernelSet, QuantizedWeight
 from outrider.device.kernels.weights import quantized_products
 from outrider.engine.setup.facts import collect_facts
-from outrider.model import KVCache, ModelRanks, Shard, Shards, load_decoder, plan_decoder
+from outrider.model import KeptRows, KVCache, ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.layers.layer_weights import PerLayerInputWeights
 from outrider.model.quantization.writing import quantize_checkpoint
@@ -262,6 +262,48 @@ def test_only_layers_with_keys_and_values_have_pages(backend, e2b, e4b):
         assert 3 * KVCache.page_bytes(config, page_size=4, dtype=torch.float32) == stored
 
 
+class Counting(KernelSet):
+    """The references, and the numbers of rows of queries and of products with each layer's down projection."""
+
+    def __init__(self):
+        self.attended, self.multiplied = [], []
+
+    def linear(self, x, weight, bias=None):
+        self.multiplied.append((weight.data_ptr(), x.shape[0]))
+        return super().linear(x, weight, bias)
+
+    def paged_attention(self, q, k_cache, v_cache, metadata, **more):
+        self.attended.append(q.shape[0])
+        return super().paged_attention(q, k_cache, v_cache, metadata, **more)
+
+
+@pytest.mark.parametrize("captured", [(), (0, 2), (3, 1), (5, 7)])
+def test_sharing_layers_compute_the_kept_rows_alone(small, captured):
+    """Unless the states of all rows are captured in one of these layers."""
+    backend, kernels = get_backend("cpu"), Counting()
+    backend.use_kernels(kernels)
+    model = load_decoder(small[0], backend=backend, dtype=torch.float32)
+    config, whole, pruned = model.config, Driver(model), Driver(model)
+    first = config.num_writing_layers
+    batches = [[(driver.sequence(), PROMPT), (driver.sequence(), PROMPT[:3])] for driver in (whole, pruned)]
+    with torch.no_grad():
+        for length in (None, 4):  # the second pass continues both sequences
+            new = [[(sequence, tokens[:length]) for sequence, tokens in batch] for batch in batches]
+            inputs, others = (driver.inputs(each, padding=2) for driver, each in zip((whole, pruned), new, strict=True))
+            wanted, states = model.forward_with_aux_hidden_states(inputs, whole.cache, captured)
+            last = others.attention.query_start[1:].to(torch.int64) - 1
+            others = replace(others, kept=KeptRows.last_of_each(others.attention, last))
+            kernels.attended.clear()
+            found, also = model.forward_with_aux_hidden_states(others, pruned.cache, captured)
+            rows = others.tokens.shape[0]
+            narrow = [rows] * (first - 1) + [2] * (config.num_layers - first + 1)
+            assert kernels.attended == ([rows] * config.num_layers if max(captured, default=0) >= first else narrow)
+            torch.testing.assert_close(found, wanted[last], rtol=0, atol=1e-4)
+            assert all(torch.equal(one, other) for one, other in zip(states, also, strict=True))
+            for one, other in zip(whole.cache.layers, pruned.cache.layers, strict=True):
+                assert all(torch.equal(a[1:], b[1:]) for a, b in zip(one, other, strict=True))
+
+
 def test_captured_states_are_those_of_transformers(backend, small):
     path, reference = small
     driver = Driver(load_decoder(path, backend=backend, dtype=torch.float32))
@@ -272,6 +314,23 @@ def test_captured_states_are_those_of_transformers(backend, small):
     for found, layer in zip(captured, (6, 1, 4), strict=True):
         torch.testing.assert_close(found, states[layer][0], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(final, states[-1][0], rtol=1e-4, atol=1e-3)
+
+
+def test_chunks_of_prompts_leave_out_rows_of_sharing_layers(e2b):
+    """An engine multiplies the rows of a prompt in three of seven layers, but for one row of each chunk."""
+    backend, kernels = get_backend("cpu"), Counting()
+    backend.use_kernels(kernels)
+    config = plain_config(max_context=96, page_size=4, prefill_chunk=8, max_requests=1, prefix_cache=False)
+    engine = Engine.from_checkpoint(e2b[0], backend, speculate="none", config=config)
+    down = {layer.down.data_ptr(): index for index, layer in enumerate(engine.model.weights.layers)}
+    kernels.multiplied.clear()
+    (result,) = engine.generate([PROMPT], SamplingParams(max_tokens=1, ignore_eos=True))
+    assert result.token_ids == tuple(expect(e2b[1], PROMPT, 1)[0])
+    rows = [0] * 7
+    for pointer, count in kernels.multiplied:
+        if pointer in down:
+            rows[down[pointer]] += count
+    assert rows == [len(PROMPT)] * 2 + [3] * 5
 
 
 def test_memory_is_predicted_from_the_headers(tmp_path, backend, e2b, e4b):

@@ -112,11 +112,7 @@ class Decoder(LanguageModel):
         missing = [layer for layer in layers if not 0 <= layer <= len(self._layers)]
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
-        angles = [self._rotary(inputs.positions, inputs.prompt_lens)] * len(self._layers)
-        if self._full_rotary is not None and self.config.sandwich is not None:
-            full = self._full_rotary(inputs.positions, inputs.prompt_lens)
-            for index in self.config.sandwich.full_layers:
-                angles[index] = full
+        angles = self._angles(inputs)
         x = ResidualStream(self.kernels, self.embed_inputs(inputs))
         if self._per_layer is not None:
             inputs = replace(inputs, per_layer=self._per_layer(inputs.tokens, x.rows))
@@ -131,24 +127,36 @@ class Decoder(LanguageModel):
             width = x.rows.shape[1]
             states = SideBySide(x.rows.new_empty((x.rows.shape[0], len(layers) * width)), width)
         self.begin_pass(inputs)
-        last, reads_output = len(self._layers) - 1, len(self._layers) in layers
+        last = self.config.num_writing_layers - 1  # the layers after it need the kept rows alone
+        reads_all_rows = any(layer > last for layer in layers)
+        keeps_rows = inputs.kept is not None and not reads_all_rows and last + 1 < len(self._layers)
         pages_of_layers = (cache.layers[index] for index in self._cache_indices)
         states_of_layers = zip(cache.states, windows, strict=True)
         whole = inputs.whole
         for index, layer in enumerate(self._layers):
             pages: tuple[Any, Any] = next(states_of_layers if layer.is_recurrent else pages_of_layers)
             captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
-            x = layer.forward(x, inputs if index == last and not reads_output else whole, angles[index], pages, captured)
+            x = layer.forward(x, inputs if index == last and not reads_all_rows else whole, angles[index], pages, captured)
             if index + 1 < len(features):
                 x.rows.add_(features[index + 1])
             if index == 0:
                 inputs, whole = inputs.after_first_layer(), whole.after_first_layer()
+            if index == last and keeps_rows:
+                whole = inputs.kept_batch(self.kernels)
+                angles = self._angles(whole)
         final = x.norm(self.weights.norm, self.config.rms_eps)
-        if reads_output:
-            for state in (state for state, wanted in zip(states, layers, strict=True) if wanted > last):
-                self.kernels.copy_rows(x.rows, state)
-            final = inputs.select_rows(final, self.kernels)
-        return final, states
+        for state in (state for state, wanted in zip(states, layers, strict=True) if wanted == len(self._layers)):
+            self.kernels.copy_rows(x.rows, state)
+        return inputs.select_rows(final, self.kernels) if reads_all_rows else final, states
+
+    def _angles(self, inputs: ForwardInput) -> list[tuple[Tensor, Tensor]]:
+        """Return the rotation of the tokens of ``inputs`` in each layer."""
+        angles = [self._rotary(inputs.positions, inputs.prompt_lens)] * len(self._layers)
+        if self._full_rotary is not None and self.config.sandwich is not None:
+            full = self._full_rotary(inputs.positions, inputs.prompt_lens)
+            for index in self.config.sandwich.full_layers:
+                angles[index] = full
+        return angles
 
     def settle(self, cache: KVCache, rows: Tensor) -> None:
         """Write the pending tokens of the windows of ``rows`` to the states."""

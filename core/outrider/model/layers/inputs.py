@@ -141,6 +141,17 @@ class ForwardInput:
         """Return the kept rows [S, ...] of ``state`` [T, ...], or ``state`` itself if all rows are kept."""
         return state if self.kept is None else kernels.gather_rows(state, self.kept.index)
 
+    def kept_batch(self, kernels: KernelSet) -> ForwardInput:
+        """Return the kept rows as a batch of their own, for layers that only read keys and values. The batch itself if all
+        rows are kept.
+        """
+        kept = self.kept
+        if kept is None:
+            return self
+        tokens, positions, slots = (each.index_select(-1, kept.index) for each in (self.tokens, self.positions, self.slots))
+        per_layer = None if self.per_layer is None else kernels.gather_rows(self.per_layer, kept.index)
+        return ForwardInput(tokens, positions, slots, kept.attention, per_layer=per_layer)
+
     def after_first_layer(self) -> ForwardInput:
         """Return the batch for all layers after the first one: its attention metadata is ``settled``."""
         return replace(self, attention=self.attention.after_layer())
