@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
+from tests.engine.conftest import replayed_prefill
+from tests.engine.test_prefill_graphs import noted_replays
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -145,6 +147,19 @@ def test_nothing_is_read_before_it_is_written(e2b, mode):
         engine = Engine(model, backend, config=config, proposer=proposer)
         results = engine.generate([PROMPT, [9, 2, 9, 2, 9, 2]], SamplingParams(max_tokens=8, ignore_eos=True))
     assert results[0].token_ids == tuple(expect(e2b[1], PROMPT, 8)[0])
+    assert not report.findings, str(report)
+
+
+def test_prompts_are_replayed_from_graphs(e2b, monkeypatch):
+    """The table of per-layer embeddings is read by the token ids of the replay, and the kept rows are its own."""
+    backend, found = get_backend("sim"), noted_replays(monkeypatch)
+    config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=24, mode="fused", overlap=True)
+    prompts = [PROMPT, [9, 2, 9, 2, 9, 2], PROMPT[3:14]]
+    with replayed_prefill(24), watch(backend) as report:
+        engine = Engine.from_checkpoint(e2b[0], backend, speculate="ngram", config=config)
+        results = engine.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert [each.token_ids for each in results] == [tuple(expect(e2b[1], prompt, 8)[0]) for prompt in prompts]
+    assert len(found) > 1
     assert not report.findings, str(report)
 
 
