@@ -18,7 +18,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, CorrectedRouting, KernelSet, QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import Decoder, ModelRanks, Shard, Shards, load_decoder, plan_decoder
-from outrider.model.checkpoint.files import Piece
+from outrider.model.checkpoint.files import AdjacentPairs, Piece
 from outrider.model.quantization.loading import in_model_order
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider.registry import get_backend
@@ -110,9 +110,11 @@ def test_a_quantized_copy_generates(tmp_path, backend, checkpoints, family, form
 
 
 def test_rows_of_adjacent_pairs_are_read_in_the_order_of_the_model():
-    """Two heads of four: the first row of each pair, then the second one of each."""
-    piece = Piece("q", (8, 1), paired=4)
+    """Two heads of four: the first row of each pair, then the second one of each; and two of six, whose last four rotate."""
+    piece = Piece("q", (8, 1), paired=AdjacentPairs(4, 4))
     assert piece.in_model_order(torch.arange(8)).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    piece = Piece("q", (12, 1), paired=AdjacentPairs(6, 4))
+    assert piece.in_model_order(torch.arange(12)).tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]
     assert Piece("q", (8, 1)).in_model_order(torch.arange(8)).tolist() == list(range(8))
 
 
@@ -124,7 +126,7 @@ def test_quantized_rows_keep_their_scales(rows):
         format="int8", data=data, scales=torch.arange(1.0, 8 / rows + 1).view(-1, 1), block=(rows, 2), shape=(8, 2)
     )
     values = data * weight.scales.repeat_interleave(rows, 0)
-    piece = Piece("q", (8, 2), paired=4)
+    piece = Piece("q", (8, 2), paired=AdjacentPairs(4, 4))
     made = in_model_order(weight, piece)
     assert made.block[0] == (rows if rows % 4 == 0 else 1)
     assert torch.equal(made.data * made.scales.repeat_interleave(made.block[0], 0), piece.in_model_order(values))
