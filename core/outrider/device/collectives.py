@@ -69,6 +69,26 @@ class Collective:
         about += [] if self.peer is None else [f"with rank {self.peer}"]
         return f"{self.kind} #{self.sequence} ({', '.join(about)})"
 
+    @property
+    def verb(self) -> str:
+        """The verb that matching calls share: a send and its receive are one message."""
+        return "message" if self.kind in ("send", "receive") else self.kind
+
+    def difference(self, other: Collective) -> str:
+        """Return the first field in which two calls differ that should match, with both values, or an empty string."""
+        mine, theirs = self._shared_fields(), other._shared_fields()
+        return next((f"{name} {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]), "")
+
+    def _shared_fields(self) -> dict[str, object]:
+        return {
+            "kind": self.verb,
+            "reduction": self.reduction or "none",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "count": self.count,
+            "root": "none" if self.root is None else self.root,
+            "issued": "in a graph" if self.captured else "eagerly",
+        }
+
 
 class Group(ABC):
     """Ranks that communicate, as one of them sees it. A vendor subclasses it and implements the underscored verbs.

@@ -47,7 +47,6 @@ class WatchedCollectivePart:
     index: int
     rank: int
     call: Collective
-    in_graph: bool
     location: str
     number: int
     collective: WatchedCollective
@@ -55,11 +54,6 @@ class WatchedCollectivePart:
     clock: Clock | None = None
     alone: bool = False
     point: Point | None = None
-
-    @property
-    def kind(self) -> str:
-        """The kind of call that the part matches: send and receive match as "message"."""
-        return "message" if self.call.kind in ("send", "receive") else self.call.kind
 
     @property
     def needs(self) -> tuple[int, ...]:
@@ -86,7 +80,7 @@ class WatchedCollectivePart:
 
     def site(self, group: str) -> AccessSite:
         """Return the site of this part for a report."""
-        how = " in a graph" if self.in_graph else ""
+        how = " in a graph" if self.call.captured else ""
         call = replace(self.call, sequence=self.number)  # in a graph it was counted once, and is called again and again
         return _rank_site(f"{call}{how} of group {group!r}", self.rank, self.location)
 
@@ -205,11 +199,11 @@ class RankClocks:
         collective = state.collectives.get((channel, count))
         if collective is None:
             collective = state.collectives[channel, count] = WatchedCollective(channel or tuple(range(group.size)))
+        issued = replace(call, captured=in_graph)
         part = WatchedCollectivePart(
             group.rank,
             group.ranks[group.rank],
-            call,
-            in_graph,
+            issued,
             location,
             count,
             collective,
@@ -238,15 +232,7 @@ class RankClocks:
     def _compare(self, state: _GroupState, one: WatchedCollectivePart, two: WatchedCollectivePart) -> None:
         if state.has_diverged:
             return
-        facts = (
-            ("kind", one.kind, two.kind),
-            ("reduction", one.call.reduction, two.call.reduction),
-            ("dtype", one.call.dtype, two.call.dtype),
-            ("count", one.call.count, two.call.count),
-            ("root", one.call.root, two.call.root),
-            ("place", "in a graph" if one.in_graph else "eager", "in a graph" if two.in_graph else "eager"),
-        )
-        different = next((f"{name}: {a} and {b}" for name, a, b in facts if a != b), "")
+        different = one.call.difference(two.call)
         if different:
             state.has_diverged = True
             self._add_finding(
@@ -276,7 +262,7 @@ class RankClocks:
         state = self._state(group)
         part.point = point
         arrived = sum(each.point is not None for each in part.collective.parts.values())
-        if part.kind == "message" and arrived == len(part.collective.members) > 1:
+        if part.call.verb == "message" and arrived == len(part.collective.members) > 1:
             self._messages.append((state, part.collective))
             self._find_send_cycle(state, part.collective)
         mine = set(state.key[1])
@@ -284,7 +270,7 @@ class RankClocks:
             if other is not state and len(mine.intersection(other.key[1])) < 2:
                 continue
             for before, earlier in other.points.get(part.rank, {}).values():
-                if earlier.kind == part.kind == "message":
+                if earlier.call.verb == part.call.verb == "message":
                     continue  # each direction between two ranks is a communicator of its own
                 if not before.happened_before(point) and not state.has_diverged:
                     self._unordered(state, other, (before, earlier), (point, part))

@@ -103,7 +103,6 @@ class SimGroup(Group):
         machine.local.line = python_line()
         call = IssuedCollective(
             collective=collective,
-            in_graph=stream.capture is not None,
             channel=channel,
             line=machine.local.line,
             compute=compute,

@@ -29,32 +29,11 @@ class IssuedCollective(NamedTuple):
     """One rank's collective call."""
 
     collective: Collective  # as it was reported to tools
-    in_graph: bool  # a replay issues the call
     channel: Channel
     line: str
     compute: Callable[[CollectiveRendezvous], None]
     read: Any  # the host tensor over simulated memory that `compute` reads of this part, or None
     write: Any  # the one that it writes
-
-    @property
-    def facts(self) -> tuple[tuple[str, object], ...]:
-        """(name, value) pairs, most important first, that must be equal on all ranks."""
-        call = self.collective
-        return (
-            ("kind", "message" if call.kind in ("send", "receive") else call.kind),
-            ("reduction", str(call.reduction) if call.reduction is not None else "none"),
-            ("dtype", str(call.dtype).removeprefix("torch.")),
-            ("count", call.count),
-            ("root", "none" if call.root is None else call.root),
-            ("issued", "in a graph" if self.in_graph else "eagerly"),
-        )
-
-    def differs(self, other: IssuedCollective) -> str:
-        """Describe the first fact that differs in the call `other`, or return an empty string."""
-        for (name, mine), (_, theirs) in zip(self.facts, other.facts, strict=True):
-            if mine != theirs:
-                return f"{name} {mine} and {theirs}"
-        return ""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -181,7 +160,7 @@ class Member:
         if group.broken:
             part.failed = group.broken
         for other in rendezvous.parts.values():
-            difference = other.call.differs(call)
+            difference = other.call.collective.difference(call.collective)
             if difference:
                 group.give_up(f"rank {other.member.index} asks for {other}, rank {self.index} for {part}: {difference}")
                 raise self.error(str(part.failed), part)
