@@ -21,7 +21,7 @@ from weakref import ReferenceType, ref
 from outrider.device import Operation
 
 if TYPE_CHECKING:
-    from outrider_sanitizer.detector.streams import CapturedGraph
+    from outrider_sanitizer.detector.synchronization import CapturedGraph
 
 Clock = Mapping[int, int]
 """A vector clock: the last known epoch of each actor, by the actor's number. A clock is never changed in place, so a record

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from outrider.device import Access
 from outrider_sanitizer.detector.actors import Point
 from outrider_sanitizer.detector.intervals import StaleMark, dense_parts
-from outrider_sanitizer.detector.streams import TWO_WRITERS
+from outrider_sanitizer.detector.synchronization import TWO_WRITERS
 from outrider_sanitizer.report import Finding, FindingKind
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
 from outrider.device.kernels.operators import exclude_from_dynamo, operands_by_index, reads_no_elements
 from outrider_sanitizer.detector.ranks import RankClocks
-from outrider_sanitizer.detector.streams import HOST
+from outrider_sanitizer.detector.synchronization import HOST
 from outrider_sanitizer.observation.host_arrays import converted_names
 from outrider_sanitizer.observation.hostsync import replaced
 from outrider_sanitizer.observation.sanitizer import Sanitizer

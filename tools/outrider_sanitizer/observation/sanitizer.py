@@ -14,7 +14,7 @@ from outrider_sanitizer.detector.intervals import Listener
 from outrider_sanitizer.detector.ordering import Ordering
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.staleness import Staleness
-from outrider_sanitizer.detector.streams import HOST
+from outrider_sanitizer.detector.synchronization import HOST
 from outrider_sanitizer.report import Advice, Finding, Report, caller_location
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from outrider.device import Access
-from outrider_sanitizer.detector.streams import HOST
+from outrider_sanitizer.detector.synchronization import HOST
 
 if TYPE_CHECKING:
     from outrider.device import Backend
