@@ -64,7 +64,7 @@ def tree(tmp_path):
             "knows the backend interface alone BROKEN",
         ),
         ("tools/outrider_trace/timeline.py", "import outrider.engine.step", "knows the backend interface alone BROKEN"),
-        ("tools/outrider_sanitizer/session.py", "import outrider_trace.timeline", "Tools stand on top BROKEN"),
+        ("tools/outrider_sanitizer/scripts.py", "import outrider_trace.timeline", "Tools stand on top BROKEN"),
         ("tools/outrider_sanitizer/report.py", "import outrider_sanitizer.detector.actors", "the sanitizer imports"),
         ("core/outrider/engine/step.py", "import outrider_sanitizer", "no vendor package and no tool BROKEN"),
         ("backends/cuda/outrider_cuda/backend.py", "import outrider_cpu.backend", "don't know each other BROKEN"),

@@ -9,9 +9,8 @@ Example::
     report.raise_if_any()
 """
 
-from outrider_sanitizer.observation.sanitizer import Sanitizer
+from outrider_sanitizer.observation.sanitizer import Sanitizer, watch, watch_ranks, watching
 from outrider_sanitizer.report import AccessSite, Advice, Finding, FindingKind, RaceError, Report
-from outrider_sanitizer.session import watch, watch_ranks, watching
 
 __all__ = [
     "AccessSite",

@@ -88,7 +88,7 @@ def sanitize(
 
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], list[ScriptEnd]]:
-    from outrider_sanitizer.session import watch
+    from outrider_sanitizer import watch
 
     reports: list[Findings] = []
     first = registry.create(spec)
@@ -106,8 +106,8 @@ def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str])
 def _run_ranks(
     registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str], ranks: int
 ) -> tuple[list[Findings], list[ScriptEnd]]:
+    from outrider_sanitizer import watching
     from outrider_sanitizer.detector.ranks import RankClocks
-    from outrider_sanitizer.session import watching
 
     if spec.ordinal:
         raise ConfigError(f"--ranks {ranks} takes devices 0 to {ranks - 1}; leave the number out of {str(spec)!r}")
