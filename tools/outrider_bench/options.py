@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -190,18 +190,8 @@ class LaunchOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the engine that these options give, for :func:`~outrider.cli.options.models.load`."""
-        return given_settings(
-            mode=self.mode,
-            graphs=self.graphs,
-            overlap=self.overlap,
-            batch_invariant=self.exact,
-            max_context=self.max_context,
-            kv_memory=self.kv_memory,
-            kv_dtype=self.kv_dtype,
-            page_size=self.page_size,
-            max_requests=self.max_requests,
-            prefill_chunk=self.prefill_chunk,
-        )
+        own = {each.name: getattr(self, each.name) for each in fields(LaunchOptions) if each.name not in ("dtype", "exact")}
+        return given_settings(batch_invariant=self.exact, **own)
 
 
 @dataclass(frozen=True, kw_only=True)

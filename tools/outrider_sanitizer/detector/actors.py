@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 from outrider.device import Operation
@@ -140,14 +140,6 @@ class SingleUseToken:
         self.for_task = for_task
 
 
-class LastWait(NamedTuple):
-    """The last wait that ordered one actor after another, for the hints of a finding."""
-
-    event: str
-    generation: int
-    location: str
-
-
 @dataclass(eq=False, slots=True)
 class LaunchEpochs:
     """The launches of one host thread on one stream: each epoch of the thread in which it launched, with the stream's epoch
@@ -189,7 +181,7 @@ class StreamActor(Actor):
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name, host=False)
         self.held: deque[Step] | None = None
-        self.edges: dict[int, LastWait] = {}
+        self.edges: dict[int, str] = {}  # the last wait that ordered this stream after an actor, for hints
         self.thread: Actor | None = None  # which launched last
         self.launcher: Clock = NOTHING  # the host clock that this stream joined last
         self.launches: dict[int, LaunchEpochs] = {}  # by the number of the host thread

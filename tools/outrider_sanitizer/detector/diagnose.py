@@ -178,8 +178,8 @@ class Diagnoser:
                 parts.append(f"{second.actor.name!r} has never waited for {first.actor.name!r}")
             else:
                 parts.append(
-                    f"{second.actor.name!r} last learnt of {first.actor.name!r} by waiting for generation "
-                    f"{edge.generation} of event {edge.event!r} at {edge.location}, which was recorded before {_site(first)}"
+                    f"{second.actor.name!r} last learnt of {first.actor.name!r} by waiting for {edge}, which was recorded "
+                    f"before {_site(first)}"
                 )
         parts += [
             f"{point.name} is a kernel of its own, on the stream of the scope it's written in ({point.actor.name!r})"

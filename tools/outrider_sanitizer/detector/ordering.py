@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import NOTHING, Actor, Actors, Clock, GraphReplay, LastWait, Point, StreamActor
+from outrider_sanitizer.detector.actors import NOTHING, Actor, Actors, Clock, GraphReplay, Point, StreamActor
 from outrider_sanitizer.detector.intervals import UNKNOWN_END, IntervalMap, Listener, StaleMark
 from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
@@ -311,7 +311,7 @@ class Ordering(Actors):
             return False
         clock = state.clock_of(generation)
         new = actor.join(clock)
-        edge = LastWait(state.name, generation, location)
+        edge = f"generation {generation} of event {state.name!r} at {location}"
         actor.edges.update(dict.fromkeys(clock, edge))
         self.listener.waited(actor.name, state.name, generation, location, new)
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from outrider.device import Access
@@ -50,14 +50,6 @@ class Age:
     """Position in the trace at which each host parameter was rebound last."""
 
 
-class Mirror(NamedTuple):
-    """A memory region that the program reads as the current value of another region."""
-
-    start: int
-    end: int
-    source: Access
-
-
 class Staleness:
     """The rules about stale contents: graphs' inputs and outputs, mirrors and marks. They are applied to the histories that
     the ordering detector keeps.
@@ -75,7 +67,8 @@ class Staleness:
         self._add = add
         self._locate = locate
         self._ages: WeakKeyDictionary[Graph, Age] = WeakKeyDictionary()
-        self._mirrors: dict[int, list[Mirror]] = {}
+        self._mirrors: dict[int, list[tuple[Access, Access]]] = {}
+        """Each region that the program reads as the current value of another region, and that other region, by storage."""
         self._params: WeakKeyDictionary[Graph, dict[str, Access]] = WeakKeyDictionary()
 
     # -- marks -----------------------------------------------------------------------------------------------------
@@ -104,8 +97,8 @@ class Staleness:
         seen = self._locate(mirror)
         if seen is not None:
             known = self._mirrors.setdefault(seen.storage, [])
-            known[:] = [m for m in known if (m.start, m.end) != (seen.start, seen.end)]
-            known.append(Mirror(seen.start, seen.end, place))
+            known[:] = [pair for pair in known if (pair[0].start, pair[0].end) != (seen.start, seen.end)]
+            known.append((seen, place))
 
     def freed(self, storage: int) -> None:
         """Drop the marks and mirrors of the memory of ``storage``, which was freed."""
@@ -211,11 +204,9 @@ class Staleness:
         """Check a read for stale bytes before the read is added to the history."""
         if shadow.aged is not None and access.born >= 0 and point.replay is None:
             self._output(point, access, shadow)
-        mirrors = self._mirrors.get(access.storage) if self._mirrors else None
-        if mirrors:
-            for mirror in mirrors:
-                if mirror.start < access.end and access.start < mirror.end:
-                    self._mirrored(point, access, shadow, mirror)
+        for region, source in self._mirrors.get(access.storage, ()) if self._mirrors else ():
+            if region.start < access.end and access.start < region.end:
+                self._mirrored(point, access, shadow, region, source)
 
     def _output(self, point: Point, access: Access, shadow: Shadow) -> None:
         for start, end, age in shadow.aged or ():
@@ -239,12 +230,12 @@ class Staleness:
                 )
             )
 
-    def _mirrored(self, point: Point, access: Access, shadow: Shadow, mirror: Mirror) -> None:
-        source = self._ordering.memory.shadow(mirror.source.storage)
-        written = source.last_write(mirror.source.start, mirror.source.end)
+    def _mirrored(self, point: Point, access: Access, shadow: Shadow, region: Access, mirrored: Access) -> None:
+        source = self._ordering.memory.shadow(mirrored.storage)
+        written = source.last_write(mirrored.start, mirrored.end)
         if written is None:
             return
-        refreshed = shadow.last_write(mirror.start, mirror.end)
+        refreshed = shadow.last_write(region.start, region.end)
         if refreshed is not None and refreshed[0].sequence > written[0].sequence:
             return
         self._add(

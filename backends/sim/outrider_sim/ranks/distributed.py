@@ -168,19 +168,29 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
     # -- the calls -----------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> SimWork:
-        """Reduce each tensor in place over all ranks."""
-        reduction, average = _reduction(opts)
+    def _in_place(
+        self, tensors: Any, change: Callable[[Tensor, SimStream], None], channel: str = "", peer: int = -1
+    ) -> SimWork:
+        """Call `change` with each tensor, or with its copy on the rank's device, and copy the result back."""
 
         def verb(stream: SimStream) -> None:
             for tensor in _list(tensors):
                 made = self._on_device(tensor)
-                self.sim_group.all_reduce(made, stream=stream, reduction=reduction)
-                if average:
-                    made.div_(self._count)
+                change(made, stream)
                 self._back(tensor, made)
 
-        return self._run(verb, _list(tensors))
+        return self._run(verb, _list(tensors), channel, peer)
+
+    def _reduce(self, tensor: Tensor, stream: SimStream, opts: Any) -> None:
+        """Replace a tensor on the rank's device by its reduction over all ranks."""
+        reduction, average = _reduction(opts)
+        self.sim_group.all_reduce(tensor, stream=stream, reduction=reduction)
+        if average:
+            tensor.div_(self._count)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> SimWork:
+        """Reduce each tensor in place over all ranks."""
+        return self._in_place(tensors, lambda tensor, stream: self._reduce(tensor, stream, opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimWork:
         """Reduce several tensors in place over all ranks, each as `allreduce` does."""
@@ -188,27 +198,20 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
 
     def reduce(self, tensors: Any, opts: Any) -> SimWork:
         """Reduce the ranks' tensors into the root's tensor. The other ranks' tensors are unchanged."""
-        reduction, average = _reduction(opts)
 
-        def verb(stream: SimStream) -> None:
-            for tensor in _list(tensors):
-                made = self._on_device(tensor).clone()
-                self.sim_group.all_reduce(made, stream=stream, reduction=reduction)
-                if opts.rootRank == self._index:
-                    tensor.detach().copy_(made / self._count if average else made)
+        def change(tensor: Tensor, stream: SimStream) -> None:
+            reduced = tensor.clone()
+            self._reduce(reduced, stream, opts)
+            if opts.rootRank == self._index:
+                tensor.detach().copy_(reduced)
 
-        return self._run(verb, _list(tensors))
+        return self._in_place(tensors, change)
 
     def broadcast(self, tensors: Any, opts: Any) -> SimWork:
         """Copy the root's values to all ranks' tensors."""
-
-        def verb(stream: SimStream) -> None:
-            for tensor in _list(tensors):
-                made = self._on_device(tensor)
-                self.sim_group.broadcast(made, root=opts.rootRank, stream=stream)
-                self._back(tensor, made)
-
-        return self._run(verb, _list(tensors))
+        return self._in_place(
+            tensors, lambda tensor, stream: self.sim_group.broadcast(tensor, root=opts.rootRank, stream=stream)
+        )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
         """Copy every rank's tensor to each rank's list of output tensors."""
@@ -337,14 +340,9 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimWork:
         """Receive one tensor from a rank of the group."""
         del tag
-        tensor = _list(tensors)[0]
-
-        def verb(stream: SimStream) -> None:
-            made = self._on_device(tensor)
-            self.sim_group.receive(made, source=source, stream=stream)
-            self._back(tensor, made)
-
-        return self._run(verb, (tensor,), "from", source)
+        return self._in_place(
+            tensors, lambda tensor, stream: self.sim_group.receive(tensor, source=source, stream=stream), "from", source
+        )
 
     def barrier(self, opts: Any = None) -> SimWork:
         """Block the host until all ranks have reached the barrier."""
