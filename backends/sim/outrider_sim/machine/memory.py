@@ -99,7 +99,7 @@ class Block:
         self.views: dict[Meta, Tensor] = {}
         self.last: int | None = None
         if poison:
-            self.fill.fill(_PATTERN)
+            self.fill_poison()
 
     def fill_poison(self, pattern: int = _PATTERN) -> None:
         """Overwrite the block with the poison pattern. The pattern is a default argument, because memory is also freed at
@@ -280,11 +280,7 @@ class CachingAllocator:
         block = allocation.block
         if not allocation.is_empty:
             self._count_release(allocation)
-        users = [(stream, stream.issued) for stream in allocation.users or () if stream.done < stream.issued]
-        if users:
-            self._held.append((block, users))
-        else:
-            self._give_back(block)
+        self._give_back_after([(stream, stream.issued) for stream in allocation.users or ()], block)
 
     def _count_release(self, allocation: Allocation) -> None:
         self.allocated -= allocation.block.nbytes
@@ -311,10 +307,13 @@ class CachingAllocator:
     def _return_held(self) -> None:
         held, self._held = self._held, []
         for block, users in held:
-            if any(stream.done < issued for stream, issued in users):
-                self._held.append((block, users))
-            else:
-                self._give_back(block)
+            self._give_back_after(users, block)
+
+    def _give_back_after(self, users: list[tuple[StreamQueue, int]], block: Block) -> None:
+        if any(stream.done < issued for stream, issued in users):
+            self._held.append((block, users))
+        else:
+            self._give_back(block)
 
     def _give_back(self, block: Block) -> None:
         stream = block.stream
