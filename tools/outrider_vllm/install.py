@@ -38,10 +38,9 @@ def install() -> InterpretedLaunches:
     # Triton reads the variable at import. Its own library functions follow no other switch.
     os.environ["TRITON_INTERPRET"] = "1"
     # vLLM's switches: the engine runs in this process, and kernels use their first configuration without timing.
-    for name in ("VLLM_TRITON_FORCE_FIRST_CONFIG", "VLLM_USE_V2_MODEL_RUNNER"):
+    for name in ("VLLM_TRITON_FORCE_FIRST_CONFIG", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS"):
         os.environ.setdefault(name, "1")
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
-        os.environ.setdefault(name, {"VLLM_NO_USAGE_STATS": "1"}.get(name, "0"))
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     launches = install_triton()
     from outrider_vllm.torch_cuda import install_names
 
