@@ -9,8 +9,8 @@ from outrider.device import CapabilityError
 from outrider.engine.requests.draft_length import LengthSchedule
 from outrider_proof.decode_program import MOVING
 from outrider_proof.engine_setups import MODES, VISION, random_host_program
-from outrider_proof.proposers import QUANTISED
 from proof.program_checks import drop_fence, measure_rate, prove_program, run_once_checked
+from proof.quantised import QUANTISED
 from proof.setups import PERSONALITIES, PROPOSERS, EngineSetup, all_setups, engines_for
 
 SAMPLE = [

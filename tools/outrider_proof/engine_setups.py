@@ -25,7 +25,7 @@ from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_eagle, write_vision_checkpoint
 from outrider_proof.decode_program import CONTEXT, MAX_OUTPUT_TOKENS, Arrival, HostProgram, ResidueGrammars, check_residues
-from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, QUANTISED, decoder, quantised_proposer, quantised_target
+from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, OTHERS, decoder
 from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class Models:
                 self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
             elif proposer.endswith(BUNDLED):
                 self.target = load_decoder(bundled("target"), backend=backend, dtype=torch.float32, ranks=part)
-            elif proposer == QUANTISED:
-                self.target = quantised_target(backend)
+            elif proposer in OTHERS:
+                self.target = OTHERS[proposer][0](backend)
             else:
                 self.target = text_target(proposer, backend, part)
         stream.synchronize()
@@ -120,8 +120,8 @@ class Models:
         with self.backend.on(stream):
             if self.proposer.endswith((IMAGES, BUNDLED)):
                 made: Proposer | None = self._built(draft_tokens, topk)
-            elif self.proposer == QUANTISED:
-                made = quantised_proposer(self.target)
+            elif self.proposer in OTHERS:
+                made = OTHERS[self.proposer][1](self.target)
             else:
                 made = text_proposer(self.proposer, self.target, self.backend)
         stream.synchronize()
