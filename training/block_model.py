@@ -40,10 +40,6 @@ class BlockAttention(Attention):
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
-    def split(self, x: Tensor, heads: int) -> Tensor:
-        """Reshape [B, L, heads * D] to [B, heads, L, D]."""
-        return x.view(*x.shape[:2], heads, self.head_dim).transpose(1, 2)
-
     def keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(self.k_norm(self.split(self.k_proj(x), self.kv_heads)), cos, sin)
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import Cache, EagleHead, Target
@@ -109,6 +110,12 @@ def is_loop(tokens: list[int], text: str) -> bool:
     if any(n >= 4 for line, n in Counter(lines).items() if len(line) >= 12):
         return True
     return any(lines[i] and len(set(lines[i : i + 4])) == 1 for i in range(len(lines) - 3))
+
+
+def find_loops(rows: list[list[int]], tokenizer: Tokenizer, eos: int) -> list[int]:
+    """Return the numbers of the greedy continuations that, up to the token ``eos``, have fallen into a loop."""
+    texts = [row[: row.index(eos)] if eos in row else row for row in rows]
+    return [number for number, row in enumerate(texts) if is_loop(row, tokenizer.decode(row))]
 
 
 # -- drafting ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import corpus
 import torch
 import torch.nn.functional as F
-from decoding import Generator, chain_decode, is_loop
+from decoding import Generator, chain_decode, find_loops
 from tokenizers import Tokenizer
 
 from model import Target, load_head, load_target
@@ -68,12 +68,10 @@ def main() -> None:
         generator = Generator(target, 1, max(map(len, prompts)) + max_tokens, 0.0, torch.float32)
         generated = [generator.run(torch.tensor([p], device=device), max_tokens)[0, len(p) :].tolist() for p in prompts]
         for count in args.loop_tokens:
-            continuations = [row[:count] for row in generated]
-            continuations = [row[: row.index(eos)] if eos in row else row for row in continuations]
-            loops = [i for i, row in enumerate(continuations) if is_loop(row, tokenizer.decode(row))]
+            loops = find_loops([row[:count] for row in generated], tokenizer, eos)
             print(
-                f"greedy loops in {count} tokens: {len(loops)} of {len(continuations)} prompts "
-                f"({100 * len(loops) / len(continuations):.1f} %): {loops}",
+                f"greedy loops in {count} tokens: {len(loops)} of {len(generated)} prompts "
+                f"({100 * len(loops) / len(generated):.1f} %): {loops}",
                 flush=True,
             )
         for i in range(min(args.samples, len(generated))):

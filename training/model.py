@@ -76,12 +76,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
 
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        """Reshape [B, S, heads * D] to [B, heads, S, D]."""
+        return x.view(*x.shape[:2], heads, self.head_dim).transpose(1, 2)
+
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, heads, S, D], rotated keys and values [B, kv_heads, S, D]."""
-        b, s, _ = x.shape
-        q = self.q_proj(x).view(b, s, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(b, s, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(b, s, self.kv_heads, self.head_dim).transpose(1, 2)
+        q = self.split(self.q_proj(x), self.heads)
+        k, v = (self.split(project(x), self.kv_heads) for project in (self.k_proj, self.v_proj))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def widen(self, x: Tensor) -> Tensor:
@@ -173,13 +175,13 @@ class Target(nn.Module):
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return the hidden states [B, S, H] of whole sequences of ``tokens`` [B, S]. A cache, if given, is filled from
-        position 0.
+    def outputs(self, tokens: Tensor, cache: Cache | None = None) -> list[Tensor]:
+        """Return the output [B, S, H] of each layer for whole sequences of ``tokens`` [B, S]. A cache, if given, is filled
+        from position 0.
         """
         s = tokens.shape[1]
         cos, sin = self.rotary.cos[:s], self.rotary.sin[:s]
-        x = self.drop(self.embed_tokens(tokens))
+        x, outputs = self.drop(self.embed_tokens(tokens)), []
         for i, layer in enumerate(self.layers):
             q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
             if cache is not None:
@@ -187,7 +189,12 @@ class Target(nn.Module):
                 cache.v[i, :, :, :s] = v
             x = x + self.drop(layer.self_attn.causal(q, k, v))
             x = x + self.drop(layer.mlp(layer.post_attention_layernorm(x)))
-        return self.norm(x)
+            outputs.append(x)
+        return outputs
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the hidden states [B, S, H] of whole sequences; the arguments are those of :meth:`outputs`."""
+        return self.norm(self.outputs(tokens, cache)[-1])
 
     def decode(self, token: Tensor, position: Tensor, cache: Cache) -> Tensor:
         """Return the hidden state [B, 1, H] of one token per sequence at `position` (a tensor of one element)."""
@@ -206,15 +213,8 @@ class Target(nn.Module):
 @torch.no_grad()
 def target_states(target: Target, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return outputs of the target's layers ``taps`` side by side [B, S, taps * H], and its final hidden states [B, S, H]."""
-    length = tokens.shape[1]
-    cos, sin = target.rotary.cos[:length], target.rotary.sin[:length]
-    x, outputs = target.embed_tokens(tokens), {}
-    for i, layer in enumerate(target.layers):
-        q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
-        x = x + layer.self_attn.causal(q, k, v)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-        outputs[i] = x
-    return torch.cat([outputs[i] for i in taps], dim=-1), target.norm(x)
+    outputs = target.outputs(tokens)
+    return torch.cat([outputs[i] for i in taps], dim=-1), target.norm(outputs[-1])
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ import corpus
 import numpy as np
 import torch
 import torch.nn.functional as F
-from decoding import Generator, is_loop, mark_repeated, mean_acceptance_length
+from decoding import Generator, find_loops, mark_repeated, mean_acceptance_length
 from log import Log, start_clock
 from optim import Optimizer
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from model import EagleHead, Shape, Target, load_target, round_to_bfloat16, save_head, save_target
+from model import EagleHead, Shape, Target, load_target, mismatch, round_to_bfloat16, save_head, save_target
 
 STAGES = ("data", "target", "unlikelihood", "head")
 TIME_SHARES = {"target": 0.4, "unlikelihood": 0.22, "head": 0.38}
@@ -103,8 +103,7 @@ class Run:
         generator = Generator(target, rows, prefix + count, 0.0, self.dtype)
         starts = torch.linspace(0, len(self.held_out) - prefix - 1, rows, device=self.device).long()[:, None]
         generated = generator.run(self.held_out[starts + torch.arange(prefix, device=self.device)], count)
-        texts = [row[: row.index(self.eos)] if self.eos in row else row for row in generated[:, prefix:].tolist()]
-        return sum(is_loop(row, self.tokenizer.decode(row)) for row in texts) / rows
+        return len(find_loops(generated[:, prefix:].tolist(), self.tokenizer, self.eos)) / rows
 
     def report(self, target: Target, stage: str) -> None:
         """Log losses and loop rates of the weights as rounded to bfloat16."""
@@ -227,7 +226,6 @@ class Run:
                 hidden = target(tokens)
                 target_states = hidden[:, 1:-1]
                 log_p = target.logits(target_states).float().log_softmax(-1)
-                p = log_p.exp()
                 embedded = target.embed_tokens(tokens[:, 1:-1])
             with self.autocast():
                 outputs = head.unroll(embedded, hidden[:, :-2], self.args.depth)
@@ -236,10 +234,7 @@ class Run:
             for depth, out in enumerate(outputs):
                 with self.autocast():
                     logits = target.logits(out[:, depth:])
-                log_q = logits.float().log_softmax(-1)
-                divergence = (p[:, depth:] * (log_p[:, depth:] - log_q)).sum(-1).mean()
-                # Half the absolute difference is the probability of a rejection at temperature 1.
-                rejected = 0.5 * (p[:, depth:] - log_q.exp()).abs().sum(-1).mean()
+                divergence, rejected = (each.mean() for each in mismatch(logits, log_p[:, depth:]))
                 regression = F.smooth_l1_loss(out[:, depth:].float(), target_states[:, depth:])
                 loss = loss + (divergence + rejected + 0.1 * regression) * 0.9**depth
                 facts += [divergence.detach(), rejected.detach()]
