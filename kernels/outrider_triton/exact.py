@@ -18,7 +18,7 @@ from outrider.device.kernels.invariant import InvariantKernels
 from outrider.device.kernels.weights import quantized_products
 from outrider_triton.attention import operators as attention_operators
 from outrider_triton.attention.cached import attends
-from outrider_triton.attention.latent import attends_to_latents, exact_latent_launch
+from outrider_triton.attention.latent import attends_to_latents, exact_launch
 from outrider_triton.attention.prefill import PromptAttention
 from outrider_triton.experts.mixtures import ExpertProducts, sorted_block_tokens
 from outrider_triton.kernelset import TritonKernels
@@ -233,9 +233,9 @@ class ExactKernels(TritonKernels, InvariantKernels):
         scale: float,
     ) -> Tensor:
         """Compute attention in chunks of positions, as :meth:`paged_attention` does."""
-        if not attends_to_latents(q):
+        if not attends_to_latents(self.facts, q, q_rotated):
             return InvariantKernels.latent_attention(self, q, q_rotated, k_cache, v_cache, metadata, scale=scale)
-        launch = exact_latent_launch(self.facts, q, q_rotated, metadata)
+        launch = exact_launch(self.facts, q, q_rotated, metadata)
         batch = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         operands = q, q_rotated, k_cache, v_cache, *batch, metadata.max_query, metadata.max_kv, scale, True
         shape = q.shape[1:], q_rotated.shape[2], k_cache.shape[1], metadata.tree_mask is None

@@ -411,7 +411,7 @@ class TritonKernels(FusedBlocks):
         scale: float,
     ) -> Tensor:
         """Compute attention to latent vectors with an online softmax. Few queries split the cached tokens among programs."""
-        if not attends_to_latents(q):
+        if not attends_to_latents(self.facts, q, q_rotated):
             return super().latent_attention(q, q_rotated, k_cache, v_cache, metadata, scale=scale)
         config = latent_launch(self.facts, q, q_rotated, metadata)
         batch = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask

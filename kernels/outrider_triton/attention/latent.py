@@ -14,7 +14,13 @@ from outrider_triton.attention import operators
 from outrider_triton.attention.jit import exact
 from outrider_triton.attention.jit import latent as jit
 from outrider_triton.launch import define, has_kernel, launch, power_of_two
-from outrider_triton.tiles.derive.attention import AttentionHeads, AttentionLaunch, derive_latent_launch, fit_latent_block
+from outrider_triton.tiles.derive.attention import (
+    AttentionHeads,
+    AttentionLaunch,
+    derive_latent_launch,
+    exact_latent_launch,
+    fits_latents,
+)
 from outrider_triton.tiles.facts import DeviceFacts
 
 HEAD_LINEAR_ROWS = (16, 32, 64, 128)
@@ -163,9 +169,9 @@ def _latent_attention(
 define("latent_attention.triton", _latent_attention)
 
 
-def attends_to_latents(q: Tensor) -> bool:
+def attends_to_latents(facts: DeviceFacts, q: Tensor, q_rotated: Tensor) -> bool:
     """Return True if the kernel takes queries ``q`` [T, Hq, R] of this dtype and size."""
-    return has_kernel(q) and q.shape[2] <= _MAX_LATENT
+    return has_kernel(q) and q.shape[2] <= _MAX_LATENT and fits_latents(facts, _heads(q), q_rotated.shape[2])
 
 
 def latent_launch(facts: DeviceFacts, q: Tensor, q_rotated: Tensor, metadata: AttentionMetadata) -> AttentionLaunch:
@@ -174,13 +180,12 @@ def latent_launch(facts: DeviceFacts, q: Tensor, q_rotated: Tensor, metadata: At
     return derive_latent_launch(facts, _heads(q), q_rotated.shape[2], **sizes)
 
 
-def exact_latent_launch(facts: DeviceFacts, q: Tensor, q_rotated: Tensor, metadata: AttentionMetadata) -> AttentionLaunch:
-    """Return the launch of attention in which the sums of each row have one order: all batches have the same tiles."""
-    stages, rows = (2, 64) if q.dtype.itemsize == 2 else (2, 16)
-    block = fit_latent_block(facts, _heads(q), q_rotated.shape[2], rows, 64, stages)
-    groups = -(-metadata.max_query * q.shape[1] // rows) * metadata.seq_lens.shape[0]
+def exact_launch(facts: DeviceFacts, q: Tensor, q_rotated: Tensor, metadata: AttentionMetadata) -> AttentionLaunch:
+    """Return the launch for this batch, whose tiles are those of any other; 2 splits if programs share the chunks."""
+    launch = exact_latent_launch(facts, _heads(q), q_rotated.shape[2])
+    groups = -(-metadata.max_query * q.shape[1] // launch.block_rows) * metadata.seq_lens.shape[0]
     shares_chunks = metadata.max_kv > operators.FIRST_CHUNK and groups < 2 * facts.processors
-    return AttentionLaunch(rows, block, 1 + shares_chunks, 8 if rows == 64 else 4, stages)
+    return launch._replace(split=1 + shares_chunks)
 
 
 def _heads(q: Tensor) -> AttentionHeads:

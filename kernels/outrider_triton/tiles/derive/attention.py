@@ -25,6 +25,7 @@ following product.
 """
 _MAX_STREAMED_ROWS = 32
 """Maximum rows of a block (new tokens times query heads per key head) for which streaming was measured."""
+_MIN_LATENT_BLOCK = 16
 _LONG_CONTEXT_TOKENS = 16384
 """Capacity in tokens above which twice as many splits are allowed. Each split costs some time even if it has no tokens."""
 
@@ -64,6 +65,10 @@ class AttentionLaunch(NamedTuple):
         An unsplit, unstreamed launch has many blocks, of which only the first would come earlier.
         """
         return self.split > 1 or self.streamed
+
+
+_FEW_LATENT_ROWS, _MANY_LATENT_ROWS = AttentionLaunch(16, 32, 1, 4, 3), AttentionLaunch(64, 64, 1, 8, 3)
+"""Tiles of attention to latent vectors: measured on one H200 for 20 and 128 heads."""
 
 
 def attention_bytes(facts: DeviceFacts, heads: AttentionHeads, rows: int, block_kv: int) -> int:
@@ -144,22 +149,40 @@ def derive_latent_launch(
 
     Each vector is loaded once, for scores and values. A tile has few rows while such tiles leave processors without work.
     """
-    rows, block, warps, stages, share = 16, 32, 4, 3, 3
-    if heads.bytes == 2 and 2 * power_of_two(batch) * -(-max_query * heads.group // rows) > facts.processors:
-        rows, block, warps, stages, share = 64, 64, 8, 2, 1
-    block = fit_latent_block(facts, heads, rotated, rows, block, stages)
-    programs = power_of_two(batch) * -(-max_query * heads.group // rows)
-    return AttentionLaunch(
-        rows, block, _split_count(share * facts.processors // programs, max_kv, block, None), warps, stages
-    )
+    launch, busy = _FEW_LATENT_ROWS, 3  # programs of such tiles that share a multiprocessor
+    if heads.bytes == 2 and 2 * power_of_two(batch) * -(-max_query * heads.group // launch.block_rows) > facts.processors:
+        launch, busy = _MANY_LATENT_ROWS, 1
+    programs = power_of_two(batch) * -(-max_query * heads.group // launch.block_rows)
+    launch = fit_latent_tile(facts, heads, rotated, launch)
+    return launch._replace(split=_split_count(busy * facts.processors // programs, max_kv, launch.block_kv, None))
 
 
-def fit_latent_block(facts: DeviceFacts, heads: AttentionHeads, rotated: int, rows: int, block: int, stages: int) -> int:
-    """Return the largest number of cached tokens whose tiles fit into shared memory: ``block``, or a half of it and so on."""
+def exact_latent_launch(facts: DeviceFacts, heads: AttentionHeads, rotated: int) -> AttentionLaunch:
+    """Return the launch for all batches of attention in which the sums of each row have one order."""
+    largest = _MANY_LATENT_ROWS if heads.bytes == 2 else _FEW_LATENT_ROWS
+    return fit_latent_tile(facts, heads, rotated, largest)
+
+
+def fits_latents(facts: DeviceFacts, heads: AttentionHeads, rotated: int) -> bool:
+    """Return True if the smallest tile of attention to latent vectors fits into shared memory."""
+    smallest = _FEW_LATENT_ROWS._replace(block_kv=_MIN_LATENT_BLOCK)
+    return _latent_bytes(heads, rotated, smallest) <= facts.shared_bytes
+
+
+def fit_latent_tile(facts: DeviceFacts, heads: AttentionHeads, rotated: int, launch: AttentionLaunch) -> AttentionLaunch:
+    """Return ``launch`` with so many cached tokens in a tile that it fits into shared memory, or with few rows."""
+    while _latent_bytes(heads, rotated, launch) > facts.shared_bytes and launch.block_kv > _MIN_LATENT_BLOCK:
+        launch = launch._replace(block_kv=launch.block_kv // 2)
+    if _latent_bytes(heads, rotated, launch) > facts.shared_bytes and launch.block_rows > _FEW_LATENT_ROWS.block_rows:
+        return fit_latent_tile(facts, heads, rotated, _FEW_LATENT_ROWS)
+    return launch
+
+
+def _latent_bytes(heads: AttentionHeads, rotated: int, launch: AttentionLaunch) -> int:
+    """Return the bytes of shared memory of one program: tiles of vectors but for the one in use, queries, and weights."""
     width = (power_of_two(heads.size) + power_of_two(rotated)) * heads.bytes
-    while (stages * block + rows) * width + rows * block * heads.bytes > facts.shared_bytes and block > 16:
-        block //= 2
-    return block
+    rows, block = launch.block_rows, launch.block_kv
+    return ((launch.stages - 1) * block + rows) * width + rows * block * heads.bytes
 
 
 def _streamed_launch(
