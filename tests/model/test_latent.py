@@ -18,7 +18,7 @@ from model.wrong_configs import WRONG_CONFIGS
 from outrider import Engine, SamplingParams
 from outrider.device import QuantizedWeight
 from outrider.errors import CheckpointError
-from outrider.model import Decoder, KVCache, RopeConfig, load_decoder
+from outrider.model import Decoder, ForwardInput, KVCache, RopeConfig, load_decoder
 from outrider.model.layers import latent
 from outrider.model.layers.latent import LatentAttention
 from outrider.model.quantization.writing import quantize_checkpoint
@@ -56,6 +56,28 @@ def test_expanded_prompts_give_the_tokens_of_transformers(tmp_path, monkeypatch,
     monkeypatch.setattr(LatentAttention, "_attend_expanded", lambda self, *args: calls.append(args) or expand(self, *args))
     engines_agree(tmp_path, write_checkpoint(tmp_path, name), device, "ngram")
     assert calls
+
+
+@pytest.mark.parametrize("starts", [(0, 9), None], ids=["on the host", "in a graph"])
+def test_a_prompt_next_to_decoding_requests_is_expanded_alone(backend, deepseek, monkeypatch, starts):
+    model = load_decoder(deepseek[0], backend=backend, dtype=torch.float32)
+    expand, calls = LatentAttention._attend_expanded, []
+    monkeypatch.setattr(latent, "MIN_EXPANDED_QUERY", 5)
+    monkeypatch.setattr(LatentAttention, "_attend_expanded", lambda self, *args: calls.append(args) or expand(self, *args))
+    made = []
+    for together in (False, True):
+        driver = Driver(model)
+        decoding, prompt = driver.sequence(), driver.sequence()
+        driver.hidden([(decoding, PROMPT[:9])])
+        batches = [driver.inputs([(decoding, [7])]), driver.inputs([(prompt, PROMPT[:9])])]
+        whole = replace(batches[1].attention, host_query_start=starts, host_context=(0,))
+        batches[1] = replace(batches[1], attention=whole)
+        if together:
+            batches = [ForwardInput.concatenated(*batches)]
+        with torch.no_grad():
+            made.append(torch.cat([model.forward(batch, driver.cache) for batch in batches]))
+    assert len(calls) == 2 * model.config.num_layers
+    torch.testing.assert_close(*made, rtol=0, atol=1e-5)
 
 
 def test_kimi_k2_is_a_deepseek_v3(tmp_path, backend, deepseek):

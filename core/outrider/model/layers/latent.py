@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import AttentionBlock, AttentionMetadata, AttentionTokens, ConfigError, KernelSet, ResidualStream
+from outrider.device import (
+    AttentionBlock,
+    AttentionMetadata,
+    AttentionTokens,
+    ConfigError,
+    KernelSet,
+    ResidualStream,
+    RotaryArgs,
+)
 from outrider.device.kernels.blocks import contributed
 from outrider.device.kernels.weights import dequantized, linear, prepare
 from outrider.model.config.model_config import EXPANDED_TOKENS, LatentConfig
@@ -65,14 +73,9 @@ class LatentAttention:
         query_heads = self._queries(queries)
         rotated = query_heads[..., latent.unrotated_size :]
         kernels.latent_norm_rope_write_cache(vector, self._weights.kv_norm, _EPS, rotated, rotated_key, rotary)
-        q = tokens.rows.select(kernels, query_heads)
-        pages = self._pages_to_expand(tokens)
-        if pages is None:
-            values = self._attend_absorbed(q, tokens, block.scale)
-        else:
-            values = self._attend_expanded(q, pages, tokens.attention, block.scale)
+        values = self._attend(tokens.rows.select(kernels, query_heads), rotary, tokens.attention, block.scale).flatten(1)
         rows = tokens.rows.continued(kernels, x.rows)
-        return contributed(kernels, rows, linear(kernels, values.flatten(1), block.output), block.ranks)
+        return contributed(kernels, rows, linear(kernels, values, block.output), block.ranks)
 
     def _queries(self, projected: Tensor) -> Tensor:
         """Return the queries [T, Hq, D], rotated dimensions last, of their latent vectors or of the products themselves."""
@@ -81,22 +84,28 @@ class LatentAttention:
             projected = linear(kernels, kernels.rms_norm(projected, weights.q_norm, _EPS), weights.q_up)
         return projected.view(projected.shape[0], self._heads, -1)
 
-    def _attend_absorbed(self, q: Tensor, tokens: AttentionTokens, scale: float) -> Tensor:
-        """Return attention [S, Hq, size of a value] to latent vectors, for the queries ``q`` [S, Hq, D] that continue."""
-        kernels, rotary = self._kernels, tokens.rotary
-        unrotated, rotated = q.split((self._latent.unrotated_size, self._latent.rotated_size), dim=2)
+    def _attend(self, q: Tensor, rotary: RotaryArgs, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """Return attention [S, Hq, size of a value] of the queries ``q`` [S, Hq, D]: of each part of a batch by itself."""
+        if metadata.parts:
+            counts = [count for count, _ in metadata.parts]
+            parts = zip(q.split(counts), rotary.slots.split(counts), metadata.parts, strict=True)
+            return torch.cat([self._attend(rows, rotary._replace(slots=own), part, scale) for rows, own, (_, part) in parts])
+        kernels, latent, caches = self._kernels, self._latent, (rotary.k_cache, rotary.v_cache)
+        pages = self._pages_to_expand(rotary, metadata)
+        if pages is not None:
+            return self._attend_expanded(q, pages, metadata, scale)
+        unrotated, rotated = q.split((latent.unrotated_size, latent.rotated_size), dim=2)
         absorbed = kernels.head_linear(unrotated, self._absorb_key)
-        attended = kernels.latent_attention(absorbed, rotated, rotary.k_cache, rotary.v_cache, tokens.attention, scale=scale)
+        attended = kernels.latent_attention(absorbed, rotated, *caches, metadata, scale=scale)
         return kernels.head_linear(attended, self._expand_value)
 
-    def _pages_to_expand(self, tokens: AttentionTokens) -> _Pages | None:
+    def _pages_to_expand(self, rotary: RotaryArgs, metadata: AttentionMetadata) -> _Pages | None:
         """Return the pages whose keys and values are expanded: those of long prompts, if the host knows that they take the
         memory of at most :data:`EXPANDED_TOKENS` tokens for each new one, or the new tokens alone if there are no others.
 
         None for other batches, and for kernels that are ``row_invariant``: a token's bits would depend on the length of the
         prompt's chunk.
         """
-        metadata, rotary = tokens.attention, tokens.rotary
         if metadata.max_query < MIN_EXPANDED_QUERY or metadata.tree_mask is not None or self._kernels.row_invariant:
             return None
         used = metadata.block_table[:, : -(-metadata.max_kv // rotary.k_cache.shape[1])]
