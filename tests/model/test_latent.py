@@ -48,7 +48,7 @@ def test_tokens_and_logits_of_transformers(tmp_path, backend, name, chunk):
     agree(tmp_path, backend, write_checkpoint(tmp_path, name), chunk=chunk)
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["cpu", "sim", "sim:kernels=host-plans"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite-q"])
 def test_expanded_prompts_give_the_tokens_of_transformers(tmp_path, monkeypatch, name, device):
     expand, calls = LatentAttention._attend_expanded, []
