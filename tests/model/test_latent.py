@@ -1,12 +1,16 @@
 """Latent attention (GLM-4.7-Flash, DeepSeek-V2-Lite and V3, Kimi-K2): logits and tokens of transformers, engines, formats."""
 
+import json
 import re
 from dataclasses import fields, replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config
+from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
 
 from model.cached_checkpoints import write_cached
 from model.harness import Driver
@@ -82,6 +86,59 @@ def test_a_prompt_next_to_decoding_requests_is_expanded_alone(backend, deepseek,
 
 def test_kimi_k2_is_a_deepseek_v3(tmp_path, backend, deepseek):
     agree(edited(deepseek[0], tmp_path, model_type="kimi_k2"), backend, deepseek[1])
+
+
+VISION = {"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def write_kimi(path, deepseek):
+    """A Kimi-K2.5 with the text model of ``deepseek``, its tensors named as published; return that text model."""
+    text = json.loads((deepseek[0] / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    vision = VISION | {"hidden_size": 16, "intermediate_size": 16}
+    config = Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=16, tie_word_embeddings=False)
+    tower = {f"vision_tower.{name}": value for name, value in Kimi_K25VisionModel(config.vision_config).state_dict().items()}
+    named = {f"language_model.{name}": value for name, value in load_file(deepseek[0] / "model.safetensors").items()}
+    path.mkdir()
+    save_file({**named, **tower, "mm_projector.pre_norm.weight": torch.ones(16)}, path / "model.safetensors")
+    written = config.to_dict() | {"text_config": text}
+    (path / "config.json").write_text(json.dumps(written))
+    return deepseek[1]
+
+
+def test_kimi_k2_5_is_a_kimi_k2_with_a_vision_tower(tmp_path, backend, deepseek):
+    """Its text model runs alone; what of it transformers reads differs in names alone."""
+    reference = write_kimi(tmp_path / "kimi", deepseek)
+    agree(tmp_path / "kimi", backend, reference)
+    engines_agree(tmp_path / "kimi", reference, "sim", "ngram")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"text_config": None}, "text_config is None, expected the config of the text model"),
+        ({"text_config": {"hidden_size": "wide"}}, "hidden_size is 'wide'"),
+    ],
+)
+def test_a_kimi_k2_5_without_a_text_model_is_refused(tmp_path, backend, deepseek, change, told):
+    write_kimi(tmp_path / "kimi", deepseek)
+    rewrite(tmp_path / "kimi", **change)
+    with pytest.raises(CheckpointError, match=told):
+        load_decoder(tmp_path / "kimi", backend=backend, dtype=torch.float32)
+
+
+def test_a_quantised_kimi_k2_5_runs(tmp_path, backend, deepseek):
+    """The quantisation is described in the config of the text model, as published."""
+    write_kimi(tmp_path / "kimi", deepseek)
+    quantize_checkpoint(tmp_path / "kimi", tmp_path / "copy", format="int4", group=8)
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
+    model = load_decoder(tmp_path / "copy", backend=backend, dtype=torch.float32)
+    assert isinstance(model.weights.layers[1].gate_up, QuantizedWeight)
+    plain = load_decoder(tmp_path / "copy", backend=backend, dtype=torch.float32, quantized="dequantize")
+    driver = Driver(plain)
+    wanted = driver.logits([(driver.sequence(), PROMPT)])
+    assert (logits_of_weights(model) - wanted).abs().max() < TOLERANCE
 
 
 @pytest.mark.sample(2, per="device")

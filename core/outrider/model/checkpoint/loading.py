@@ -27,6 +27,7 @@ from outrider.model.checkpoint.mapping import (
     decoder_stem,
     decoder_targets,
     decoder_weights,
+    head_key,
     is_unused_tensor,
     mtp_tensors,
     unread_keys,
@@ -179,9 +180,6 @@ def load_tensors(
     return weights
 
 
-_HEAD = "lm_head.weight"
-
-
 def load_decoder(
     directory: str | Path,
     *,
@@ -318,11 +316,12 @@ def plan_decoder(
     targets = decoder_targets(config, files.tensors, shards)
     stem = decoder_stem(files.tensors)
     optional = mtp_tensors(files.tensors)  # the heads' loader checks them
-    if config.sandwich is not None:  # they run on text alone
+    if config.sandwich is not None or config.latent is not None:  # they run on text alone
         optional |= {key for key in files.tensors if key.startswith(OTHER_MODALITIES)}
+    if config.sandwich is not None:
         optional |= unread_keys(config, files.tensors, stem)
     if config.tie_embeddings:
-        optional.add(_HEAD)
+        optional.add(head_key(files.tensors))
     if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     strategy = None if quantization is None or kv_dtype == "plain" else quantization.cache_strategy
@@ -390,10 +389,10 @@ def _untie(config: ModelConfig, files: CheckpointFiles) -> ModelConfig:
     """Return ``config`` with untied embeddings if the files hold an output head that differs from the embedding, as
     transformers does.
     """
-    embedding = f"{decoder_stem(files.tensors)}embed_tokens.weight"
-    if not config.tie_embeddings or not {_HEAD, embedding} <= files.tensors.keys():
+    embedding, head = f"{decoder_stem(files.tensors)}embed_tokens.weight", head_key(files.tensors)
+    if not config.tie_embeddings or not {head, embedding} <= files.tensors.keys():
         return config
-    is_copy = files.shape(_HEAD) == files.shape(embedding) and torch.equal(
-        files.read_stored(_HEAD), files.read_stored(embedding)
+    is_copy = files.shape(head) == files.shape(embedding) and torch.equal(
+        files.read_stored(head), files.read_stored(embedding)
     )
     return config if is_copy else replace(config, tie_embeddings=False)

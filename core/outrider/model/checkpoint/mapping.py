@@ -216,10 +216,11 @@ def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> 
     return Target(name, (Piece(key, (rows, width), tensor_slice),), shards.vocabulary.width(rows) - (stop - start))
 
 
-OTHER_MODALITIES = tuple(
-    f"model.{name}." for name in ("vision_tower", "embed_vision", "vision_embedder", "audio_tower", "embed_audio")
+OTHER_MODALITIES = (
+    *(f"model.{name}." for name in ("vision_tower", "embed_vision", "vision_embedder", "audio_tower", "embed_audio")),
+    *("vision_tower.", "mm_projector."),
 )
-"""Beginnings of the names of Gemma 4's tensors for images and sounds."""
+"""Beginnings of the names of the tensors for images and sounds: of Gemma 4, and of Kimi-K2.5."""
 
 
 def unread_keys(config: ModelConfig, present: Iterable[str], stem: str) -> set[str]:
@@ -233,8 +234,14 @@ def unread_keys(config: ModelConfig, present: Iterable[str], stem: str) -> set[s
 
 def decoder_stem(present: Container[str]) -> str:
     """Return the prefix of the names of a decoder's tensors, empty for a base model that was saved without its head."""
-    stems = ("model.", "model.language_model.", "")
+    stems = ("model.", "model.language_model.", "language_model.model.", "")
     return next((stem for stem in stems if _holds_decoder(stem, present)), stems[0])
+
+
+def head_key(present: Container[str]) -> str:
+    """Return the name of the tensor of a decoder's output head."""
+    nested = "language_model.lm_head.weight"
+    return nested if nested in present else "lm_head.weight"
 
 
 def is_model(present: Container[str]) -> bool:
@@ -256,7 +263,7 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     """
     stem = decoder_stem(present)
     vocabulary, hidden = config.vocab_size, config.hidden_size
-    embedding, head = f"{stem}embed_tokens.weight", "lm_head.weight"
+    embedding, head = f"{stem}embed_tokens.weight", head_key(present)
     if config.tie_embeddings and embedding not in present and head in present:
         embedding = head  # safetensors.torch.save_model stores a shared tensor once, under the first of its sorted names
     targets = [table_target("embedding", embedding, vocabulary, hidden, shards)]

@@ -91,6 +91,9 @@ def read_model_config(
 
 
 def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
+    kind = raw.get("model_type")
+    if isinstance(kind, str) and kind in TEXT_ALONE:
+        raw = _text_alone(raw)
     family = _family(raw)
     full_config = _parse_config(family, raw)
     hf = full_config.get_text_config()
@@ -111,6 +114,15 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     config = ModelConfig(family=family, rope=rope, **fields)
     _check_rope(config)
     return config
+
+
+def _text_alone(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model in that of a vision-language model. Raises :class:`ConfigError` without one."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError(f"text_config is {shown(text)}, expected the config of the text model")
+    tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return {**text, "model_type": TEXT_ALONE[raw["model_type"]], "tie_word_embeddings": tied}
 
 
 def _check_causal(raw: Mapping[str, Any]) -> None:
@@ -246,6 +258,8 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
 )
 _SAME_DECODER: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3", "mimo": "qwen2"})
 """Model types whose decoder and config are those of another family, and which transformers does not know."""
+TEXT_ALONE: Mapping[str, str] = MappingProxyType({"kimi_k25": "deepseek_v3"})
+"""Vision-language models of which the text model runs, without images, with the family of that."""
 _PARTIAL_ROPE = HYBRID_FAMILIES | {"glm4_moe", "minimax_m2"}
 """Families whose rope may rotate a part of each head."""
 _CONSECUTIVE_AXES = ("qwen2_vl", "qwen2_5_vl")
@@ -274,7 +288,7 @@ _SILU = ("silu", "swish")
 
 def supported_families() -> tuple[str, ...]:
     """Return the model types that the decoder runs natively, sorted."""
-    return tuple(sorted({*_FAMILIES, *_SAME_DECODER}))
+    return tuple(sorted({*_FAMILIES, *_SAME_DECODER, *TEXT_ALONE}))
 
 
 def has_alternating_axes(family: str) -> bool:

@@ -30,7 +30,6 @@ _DIFFERENT = "its attention or its router differs from those that are done here"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE_ATTENTION),
-        "kimi_k25": "it has a vision tower, which isn't done here; of its text model's kind, kimi_k2 runs",
         "longcat_flash": "its layers have two attentions each, and experts without weights, which aren't done here",
         **dict.fromkeys(RUN_THROUGH_TRANSFORMERS, _DIFFERENT),
         "qwen4_exp": "its layers aren't those of Qwen3.5, and they aren't done here",
