@@ -212,6 +212,7 @@ def engines_tokens(engine, prompts):
     return [result.token_ids for result in engine.generate(prompts, params)]
 
 
+@pytest.mark.sample(1, per="speculate")
 @pytest.mark.parametrize("speculate", ["none", "ngram", "suffix", "draft-model", "eagle3"])
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_engines_give_the_tokens_of_transformers(tmp_path, mxfp4, device, speculate):

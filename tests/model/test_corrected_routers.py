@@ -38,6 +38,7 @@ def test_chunks_of_a_prompt(backend, glm, chunk):
     agree(glm[0], backend, glm[1], chunk=chunk)
 
 
+@pytest.mark.sample(1, per="device")
 @pytest.mark.parametrize("speculate", ["none", "ngram", "draft-model"])
 @pytest.mark.parametrize("device", ["cpu", "sim", "sim:like=npu"])
 def test_engines_give_the_tokens_of_transformers(glm, device, speculate):

@@ -1,5 +1,7 @@
 """The decoder against transformers: the same logits and the same greedy tokens for every family and rope scaling."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -15,7 +17,7 @@ from outrider_proof.tiny import plain_config
 from tiny_checkpoints import FAMILIES, ROPES, rewrite, write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72, 12, 51, 3, 29, 88, 40, 7, 19, 66, 25, 31]
-STEPS = 24
+STEPS = 14
 TOLERANCE = 1e-4
 
 
@@ -44,17 +46,26 @@ def agree(directory, backend, reference, *, chunk=None, tolerance=TOLERANCE):
     assert torch.allclose(ours, logits, rtol=0, atol=tolerance), (ours - logits).abs().max()
 
 
-def engines_agree(path, reference, device, speculate, *, draft=None, new_tokens=20):
-    """Three requests give transformers' tokens, in prefill chunks and then from the prefix cache; return the engine."""
+ENGINE_PROMPTS = ((*PROMPT, *PROMPT), (*PROMPT, 4, 4), (9, 2, 9, 2, 9, 2, 9, 2, 9))
+ENGINE_TOKENS = 14
+
+
+@functools.cache
+def expected_of_engines(reference):
+    """Greedy tokens of a model of transformers for ``ENGINE_PROMPTS``, computed once for all engines that are compared."""
     reference.generation_config.eos_token_id = None
-    prompts = [PROMPT * 2, [*PROMPT, 4, 4], [9, 2, 9, 2, 9, 2, 9, 2, 9]]
-    expected = [tuple(expect(reference, prompt, new_tokens)[0]) for prompt in prompts]
+    return [tuple(expect(reference, prompt, ENGINE_TOKENS)[0]) for prompt in ENGINE_PROMPTS]
+
+
+def engines_agree(path, reference, device, speculate, *, draft=None):
+    """Three requests give transformers' tokens, in prefill chunks and then from the prefix cache; return the engine."""
+    expected = expected_of_engines(reference)
     config = plain_config(max_requests=3, max_context=96, page_size=4, prefill_chunk=16, draft_tokens=3)
     draft = path if speculate == "draft-model" else draft
     engine = Engine.from_checkpoint(path, get_backend(device), draft_dir=draft, speculate=speculate, config=config)
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=ENGINE_TOKENS, ignore_eos=True)
     for _ in range(2):  # the second time from the pages of the prefix cache
-        assert [result.token_ids for result in engine.generate(prompts, params)] == expected
+        assert [result.token_ids for result in engine.generate(ENGINE_PROMPTS, params)] == expected
     assert engine.stats.prefix_hits > 0
     return engine
 

@@ -46,7 +46,7 @@ def test_chunks_of_a_prompt(backend, checkpoints, family, chunk):
     agree(checkpoints[family][0], backend, checkpoints[family][1], chunk=chunk)
 
 
-@pytest.mark.sample(1, per="family,device")
+@pytest.mark.sample(1, per="family")
 @pytest.mark.parametrize("speculate", ["none", "ngram", "draft-model"])
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,6 +89,7 @@ def test_the_router_is_as_wide_as_its_correction(backend, checkpoints, family):
     assert layer.gate_up.dtype is torch.bfloat16
 
 
+@pytest.mark.sample(1, per="family")
 @pytest.mark.parametrize("format", ["fp8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantized_copy_generates(tmp_path, backend, checkpoints, family, format):

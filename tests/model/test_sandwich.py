@@ -75,7 +75,7 @@ def test_a_checkpoint_with_a_vision_tower_runs_on_text(tmp_path, backend, either
     agree(nested(either[0], tmp_path, "gemma4", published=published), backend, either[1])
 
 
-@pytest.mark.sample(1, per="either,device")
+@pytest.mark.sample(1, per="device")
 @pytest.mark.parametrize("speculate", ["none", "ngram", "suffix", "draft-model"])
 @pytest.mark.parametrize("device", ["cpu", "sim", "sim:like=npu", "sim:kernels=host-plans"])
 def test_engines_give_the_tokens_of_transformers(either, device, speculate):
