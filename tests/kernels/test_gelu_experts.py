@@ -13,6 +13,7 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M
 
 
+@pytest.mark.sample(1, per="change")
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("change", [{}, {"tokens": 1}, {"tokens": 40, "held": 2}], ids=["few", "one", "sorted"])
 def test_the_kits_problems(kernels, invariant, change, device):
@@ -21,6 +22,7 @@ def test_the_kits_problems(kernels, invariant, change, device):
     check_kernels(kernels, small("experts_block, expert_gelu", torch.float16, **change | {"held": 0}), device)
 
 
+@pytest.mark.sample(1, per="format")
 @pytest.mark.parametrize("change", [{}, {"tokens": 40, "held": 2}], ids=["few", "sorted"])
 @pytest.mark.parametrize("format", ["fp4", "fp8", "int4", "int8"])
 def test_the_kits_problems_of_quantised_weights(kernels, change, format, device):

@@ -28,6 +28,7 @@ def normal(*shape, seed, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+@pytest.mark.sample(1, per="change")
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize(
     "change",
@@ -59,6 +60,7 @@ def test_rows_in_the_layout_of_the_next_product_have_sinks(kernels, device):
     assert torch.equal(made.x, nibble_planes.permute_rows(plain.flatten(1), kernels.pdl, layout))
 
 
+@pytest.mark.sample(1, per="change")
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("change", [{}, {"tokens": 1}, {"tokens": 40, "held": 2}], ids=["few", "one", "sorted"])
 def test_the_kits_problems_of_biases(kernels, invariant, change, device):
