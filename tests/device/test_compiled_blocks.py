@@ -74,6 +74,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.mark.sample(1, per="kind,threads")
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0", "Q8_0"])
 @pytest.mark.parametrize(("rows", "columns"), [(320, 576), (2048, 96)])
 def test_a_product_is_that_of_the_weight_and_its_rows_keep_their_bits(compiled, threads, kind, rows, columns):
@@ -130,7 +131,7 @@ def test_other_processors_compute_the_same_bits(compiled, monkeypatch, absent, i
     other._functions = compiled_blocks._Functions()
     for kind in ("Q4_1", "Q8_0"):
         weight, x = blocks(kind, 1024, 128), drawn(7, 128)
-        for rows in range(1, 8):
+        for rows in (1, 2, 7):
             assert torch.equal(other.linear(x[:rows], weight, None), compiled.linear(x[:rows], weight, None))
     if not expects:
         pytest.skip(f"not run: the check of instructions, since this processor lacks one of {INSTRUCTIONS[absent]}")
@@ -280,7 +281,7 @@ def compositions(monkeypatch):
         {"heads": 8},
     ],
 )
-def test_a_layer_is_that_of_the_reference(kernels, compositions, threads, options):
+def test_a_layer_is_that_of_the_reference(kernels, compositions, options):
     batch = Batch(**options)
     made = batch.layer(kernels)
     assert not compositions
