@@ -52,7 +52,14 @@ def command():
     return lambda *arguments: main(arguments)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def page_cases():
+    """Every page; those whose commands start processes of ranks take seconds each and are slow."""
+    slow = {"parallel.md", "ranks.md"}
+    for page in PAGES:
+        yield pytest.param(page, id=page.relative_to(DOCS).as_posix(), marks=[pytest.mark.slow] if page.name in slow else [])
+
+
+@pytest.mark.parametrize("page", list(page_cases()))
 def test_code_on_the_page_runs(page, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
