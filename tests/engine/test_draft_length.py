@@ -227,6 +227,7 @@ def test_costs_are_measured_for_each_length_and_size(cpu, mode):
         assert result.token_ids == tiny.plain(prompt, 10)
 
 
+@pytest.mark.sample(1, per="mode")
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 @pytest.mark.parametrize("mode", [{}, {"overlap": False}, {"mode": "fused"}], ids=["staged", "alone", "fused"])
 def test_a_lookup_by_load_gives_the_tokens_of_plain_decoding(cpu, name, mode):

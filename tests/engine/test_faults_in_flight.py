@@ -194,7 +194,7 @@ def test_many_faults_cost_time_and_nothing_else(device, expected, guided_tokens,
     recovers(device, expected, *data.draw(many), guided_tokens)
 
 
-@pytest.mark.sample(3, per="overlap")
+@pytest.mark.sample(2, per="overlap")
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize(("overlap", "tokens"), [(False, 5), (True, 1)])
 def test_what_a_failed_copy_was_to_bring_is_brought_again(device, expected, number, overlap, tokens):
@@ -217,7 +217,7 @@ def test_what_a_failed_copy_was_to_bring_is_brought_again(device, expected, numb
     assert tuple(got) == expected[0][:tokens]
 
 
-@pytest.mark.sample(2, per="kind")
+@pytest.mark.sample(1, per="kind")
 @pytest.mark.parametrize("kind", sorted(LIVES))
 @pytest.mark.parametrize("number", [1, 6, 17])
 @pytest.mark.parametrize("forward", [1, 3, 5])
@@ -276,7 +276,7 @@ def test_an_abort_at_any_step_leaves_the_others_alone(device, expected, when, in
         run.engine.abort(run.ids[index])
 
 
-@pytest.mark.sample(2, per="speculate")
+@pytest.mark.sample(1, per="speculate")
 @pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
 @pytest.mark.parametrize("most", range(1, LONGEST + 1))
 def test_a_request_that_ends_in_each_possible_step(device, expected, speculate, most):

@@ -67,7 +67,7 @@ def test_a_soak_crosses_buckets_up_and_down(bundle, soak, called, mode):
     assert downs >= 2
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mode", ["graphs", pytest.param("fused", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_every_proposer_runs_in_a_bucket_that_isnt_full(name, mode):
@@ -91,6 +91,7 @@ def test_there_may_be_room_for_more_requests_than_there_are_pages(name, more):
     assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
 
 
+@pytest.mark.sample(1)
 def test_padding_is_what_each_buffer_declares(bundle, tiny_tokens):
     """A batch of 4, then one of 3 in the same bucket: nothing of the fourth request is left behind the third."""
     config = {"max_requests": 4, "max_context": 64, "draft_tokens": 3, "graphs": True}

@@ -43,7 +43,7 @@ def until_output(engine, request, tokens=1):
 NAMES = ["none", "eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram", "dflash", "peagle"]
 
 
-@pytest.mark.sample(1, per="name")
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "other_backend", "overlap"),
     [(name, other, other is (i % 2 == 0)) for i, name in enumerate(NAMES) for other in (False, True)],

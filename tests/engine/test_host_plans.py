@@ -45,7 +45,7 @@ def test_the_sanitizer_finds_nothing(name, graphs):
 
 
 @pytest.mark.sample(1, per="name")
-@pytest.mark.parametrize("seeds", [(1, 3), pytest.param(tuple(range(1, 7)), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [(1,), pytest.param(tuple(range(1, 7)), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree", "none"])
 def test_any_schedule_gives_plain_greedy_tokens(name, graphs, seeds):

@@ -44,7 +44,7 @@ sequences = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
     st.sampled_from([0, 1]),
     st.integers(4, 14),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_hit_always_has_the_contents_that_its_tokens_say(history, page_size, ahead, count):
     """Contents are modelled by what was written: a page's tokens, all before them, and those ahead."""
     pool = PagePool(count=count, page_size=page_size, ahead=ahead, share=True)
@@ -83,7 +83,7 @@ def test_a_hit_always_has_the_contents_that_its_tokens_say(history, page_size, a
     st.sampled_from([1, 2, 3]),
     st.integers(1, 7),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_no_context_is_written_by_the_batch_that_reads_it(arrivals, page_size, prefill_chunk):
     """``AttentionMetadata.settled`` stands on it: what a sequence looks back at, no other one of its batch is writing."""
     scheduler = Scheduler(

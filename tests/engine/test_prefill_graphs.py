@@ -77,7 +77,7 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     assert max(count for _, count in found) > 2
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("speculate", "least", "buckets"),
     [("eagle", 40, {(40, False)}), ("eagle", 100, {(40, True)}), ("none", 40, {(40, False), (11, True)})],
@@ -143,7 +143,7 @@ def test_prompts_of_a_hybrid_are_replayed_by_kernels_of_its_own(monkeypatch):
     assert made[0] == made[1]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_every_proposer_takes_padding_in_or_says_that_it_doesnt(name):
     """A wrong draft costs acceptance and no token, so the number of iterations is compared, too."""

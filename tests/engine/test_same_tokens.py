@@ -9,7 +9,7 @@ from outrider_proof.tiny import plain_config
 def test_the_bundled_head_really_accepts(bundle32, prompt_tokens):
     """So that a broken draft shows: most of what the head drafts is accepted."""
     engine = bundle32.engine(max_requests=8, draft_tokens=4)
-    results = engine.generate([tokens[:64] for tokens in prompt_tokens[:16]], SamplingParams(max_tokens=48))
+    results = engine.generate([tokens[:64] for tokens in prompt_tokens[:8]], SamplingParams(max_tokens=32))
     total = sum(result.iterations * result.acceptance_length for result in results)
     assert total / sum(result.iterations for result in results) >= 2.2
     assert engine.stats.acceptance_length == pytest.approx(total / sum(r.iterations for r in results))
@@ -17,7 +17,7 @@ def test_the_bundled_head_really_accepts(bundle32, prompt_tokens):
 
 def test_the_bundled_block_drafter_accepts_more_than_the_head(bundle32, prompt_tokens, bundled_dir):
     """With as many drafted tokens, over the same prompts; and the tokens are the same."""
-    prompts, params = [tokens[:64] for tokens in prompt_tokens[:16]], SamplingParams(max_tokens=32)
+    prompts, params = [tokens[:64] for tokens in prompt_tokens[:8]], SamplingParams(max_tokens=24)
     config = plain_config(dtype="float32", max_requests=8, draft_tokens=4)
     block = Engine.from_checkpoint(
         bundled_dir / "target", bundle32.backend, draft_dir=bundled_dir / "dflash", speculate="dflash", config=config

@@ -52,7 +52,7 @@ def engine(bundle64, bundled_dir):
 
 def test_a_stop_string_across_tokens_ends_the_request(engine, bundle64, prompt_tokens):
     checked = 0
-    for tokens in prompt_tokens[:12]:
+    for tokens in prompt_tokens[:6]:
         prompt = tokens[:40]
         plain = bundle64.plain(prompt, 40).token_ids
         text = engine.tokenizer.decode(plain)
@@ -67,7 +67,7 @@ def test_a_stop_string_across_tokens_ends_the_request(engine, bundle64, prompt_t
         assert stop in engine.tokenizer.decode(result.token_ids)
         assert stop not in engine.tokenizer.decode(result.token_ids[:-1])
         checked += 1
-        if checked == 4:
+        if checked == 2:
             return
     pytest.fail(f"only {checked} texts have a stop string of their own")
 

@@ -133,7 +133,7 @@ NAMES = ("ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle
 CASES = [(family, name) for family in VISION_FAMILIES for name in NAMES]
 
 
-@pytest.mark.sample(1, per="name")
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
 def test_speculative_tokens_are_those_of_generate(checkpoint, name, overlap):
@@ -302,7 +302,7 @@ def counting(checkpoint):
     return Tower(), seen
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_image_is_a_prefix_hit_and_another_is_not(checkpoint, overlap):
     image, other = (checkpoint.processor.image(picture(32, 32, seed=seed)) for seed in (1, 2))

@@ -137,6 +137,7 @@ def test_nothing_is_compiled_after_the_start(bundle, tiny_tokens, mode):
     assert kernels.compiled() == engine.warm_up.compiled
 
 
+@pytest.mark.sample(1, per="mode")
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_iterations_are_asked_for_ahead(bundle, mode):
     """An iteration of padding meets the kernels of all features; other modes need lengths that the host knows."""
@@ -184,6 +185,7 @@ def test_the_scope_is_left_on_the_engines_own_device(monkeypatch):
     assert left == [1]
 
 
+@pytest.mark.sample(1)
 def test_without_every_variant_something_is(bundle, tiny_tokens):
     """That the tests above can fail: a scope that does nothing leaves most variants out."""
     kernels = Compiling(beforehand=False)
@@ -248,6 +250,7 @@ def test_it_says_what_it_compiled(bundle):
     assert "attention" in str(engine.warm_up)
 
 
+@pytest.mark.sample(1)
 def test_what_is_packed_begins_at_multiples_of_16_bytes(bundle, tiny_tokens, monkeypatch):
     """Kernels are compiled apart for such addresses: an offset that changes with the batch would compile them again."""
     starts = []

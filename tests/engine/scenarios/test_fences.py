@@ -54,7 +54,7 @@ def test_2_shared_rows_have_both_hazards(sim, consumer):
     assert explorer.implied() == ("shared_reads_done",)
 
 
-@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("topk", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_3_a_wait_that_hangs_on_an_optional_tensor(sim, topk):
     """The draft-extend plan waits only where there is a path to move along: a chain has none, and reads all the same."""
     explorer = Historical(sim, draft_topk=topk)
@@ -150,8 +150,7 @@ def test_9_results_are_handled_before_the_barrier(sim):
     assert somewhere(findings, "rows.py")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("mode", ["staged", "fused"])
+@pytest.mark.parametrize("mode", ["staged", pytest.param("fused", marks=pytest.mark.slow)])
 def test_10_reads_are_declared_done_before_they_are(sim, mode):
     """The record comes before the gather. A fused iteration hangs on no such record: forward writes what it read itself."""
     explorer = Historical(sim, mode=mode)
