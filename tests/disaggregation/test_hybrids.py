@@ -194,6 +194,7 @@ def on_ranks(proposer, layout):
     [(2, 1), *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((1, 2), (2, 2), (4, 1)))],
     ids=["tensor2", "data2", "tensor2-data2", "tensor4"],
 )
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("proposer", ["mtp-chain", "hybrid-draft, itself"])
 def test_states_land_on_every_rank(layout, proposer):
     assert on_ranks(proposer, layout) == alone(PROMPTS, wide=True)

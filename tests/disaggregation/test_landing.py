@@ -72,7 +72,11 @@ def served(name, layout):
 
 @pytest.mark.sample(1, per="layout")
 @pytest.mark.parametrize("name", ["mtp", "none", "ngram", "eagle-tree", "suffix+eagle"])
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (4, 1), (2, 2)], ids=["data2", "tensor2", "tensor4", "tensor2-data2"])
+@pytest.mark.parametrize(
+    "layout",
+    [(1, 2), (2, 1), (4, 1), pytest.param((2, 2), marks=pytest.mark.slow)],
+    ids=["data2", "tensor2", "tensor4", "tensor2-data2"],
+)
 def test_tokens_are_those_of_one_engine_on_every_rank(layout, name):
     """On four tensor-parallel ranks two ranks hold the same KV head."""
     seen, tokens, counts = served(name, layout)

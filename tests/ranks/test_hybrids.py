@@ -72,7 +72,7 @@ def explored(setup, number, change=None):
     ("layout", "proposer", "mode", "number"),
     [
         pytest.param((2, 1), "mtp-chain", "fused", 8, marks=pytest.mark.slow),
-        ((4, 1), "mtp-chain", "graphs", 9),
+        pytest.param((4, 1), "mtp-chain", "graphs", 9, marks=pytest.mark.slow),
         ((2, 1), "hybrid-draft", "staged", 2),
         pytest.param((2, 2), "ngram", "staged", 6, marks=pytest.mark.slow),
         pytest.param((4, 1), "none", "graphs", 2, marks=pytest.mark.slow),
