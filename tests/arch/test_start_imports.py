@@ -77,6 +77,11 @@ def test_nor_do_kernels_and_what_they_refuse():
 
 
 def test_what_comes_along_is_found():
+    assert "imported: ['PIL']" in run("import PIL").stderr
+
+
+@pytest.mark.slow
+def test_torch_still_brings_all_of_it():
     """torch's own function for conditions: if it no longer imports so much, ours can go."""
     result = run("import torch; torch._check(True)")
     assert "imported: ['sympy', 'torch.fx.experimental.symbolic_shapes']" in result.stderr

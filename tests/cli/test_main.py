@@ -163,6 +163,7 @@ def test_full_disk(child, arguments):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not run: there is no /dev/full")
+@pytest.mark.sample(1, per="arguments")
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["bogus"], 2), (["bogus", "--json"], 2)])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_standard_error_changes_no_exit_code(child, arguments, code, unbuffered):

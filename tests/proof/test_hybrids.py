@@ -29,6 +29,7 @@ from proof.setups import EngineSetup
 MODES = ("staged", "graphs", "fused")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("proposer", "number"), [(name, number) for number, name in enumerate(HYBRID_PROPOSERS)])
 def test_a_program_of_each_proposer(proposer, number):
     assert wrong_requests(proposer, number, MODES[number % 3])[0] == []
@@ -149,7 +150,7 @@ def test_a_fault_put_back_is_found(name):
     [
         pytest.param(EngineSetup("mtp-chain" + HYBRID, "fused"), 4, marks=pytest.mark.slow),
         pytest.param(EngineSetup("ngram" + HYBRID, "graphs", "npu"), 3, marks=pytest.mark.slow),
-        (EngineSetup("none" + HYBRID, "staged", "rocm"), 1),
+        pytest.param(EngineSetup("none" + HYBRID, "staged", "rocm"), 1, marks=pytest.mark.slow),
         (EngineSetup("hybrid-draft", "staged", "cuda"), 6),
         pytest.param(EngineSetup("hybrid-draft" + HYBRID, "fused"), 4, marks=pytest.mark.slow),
     ],

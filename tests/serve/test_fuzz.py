@@ -13,7 +13,7 @@ from serve.test_load import gauges, process
 
 schemathesis = pytest.importorskip("schemathesis", reason="not run: schemathesis isn't installed")
 
-SOME, MANY, NUM_POSTS = 2, 2000, 6
+SOME, MANY, NUM_POSTS = 1, 2000, 6
 """Requests for each route, requests for all routes together, and the number of routes that take fields."""
 WHOLE_STREAMS = schemathesis.Config.from_dict({"max-stream-events": 1 << 20})
 """By default the client hangs up after 20 events of a stream."""

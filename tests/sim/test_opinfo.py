@@ -20,7 +20,7 @@ SAMPLE = (
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_sample_of_operators(sim):
-    comparison = opinfo_run.Comparison(sim(), samples=2)
+    comparison = opinfo_run.Comparison(sim(), samples=1)
     entries = {}
     for op in opinfo_run.op_infos():
         if op.name in SAMPLE and not op.variant_test_name:

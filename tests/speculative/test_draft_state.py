@@ -61,7 +61,7 @@ def worst_decay(proposer, fresh, *, steps=10, prompts=None, **config):
     return worst
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PROPOSERS)
 @pytest.mark.parametrize(("page_size", "prefill_chunk"), [(3, 64), (16, 4)])
 def test_the_draft_cache_does_not_decay(name, page_size, prefill_chunk):

@@ -85,7 +85,7 @@ test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy
     any_program,
     given(**PROGRAMS),
     pytest.mark.parametrize("name", PROPOSERS),
-    pytest.mark.sample(10),
+    pytest.mark.sample(5),
     some=2,
     many=8,
 )
