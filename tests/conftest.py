@@ -28,7 +28,8 @@ from outrider.registry.probing import PluginProbe, ProbeVerdict
 from triton_interpreter import spare_repeated_work
 
 normalize_environment()
-settings.register_profile("outrider", deadline=None, max_examples=50)  # two cores are shared, so a time limit would be a matter of luck
+# Two cores are shared, so a time limit would be a matter of luck.
+settings.register_profile("outrider", deadline=None, max_examples=50)
 settings.load_profile("outrider")
 # Collecting tests imports much that stays: looking for garbage meanwhile takes a fifth of the time.
 gc.disable()
