@@ -28,6 +28,9 @@ from ranks.threads import run_bodies
 
 CONFIG = {"dtype": "float64", "max_context": 64, "page_size": 4, "max_requests": 3, "overlap": True, "num_pages": 40}
 
+LANDED_PROMPTS, LANDED_TOKENS = 5, 12
+"""Enough for tokens that depend on every head, see ``test_heads_of_another_rank_are_found``."""
+
 
 def made(name, ranks=None, **fields):
     backend = CpuBackend() if ranks is None else ranks.backend
@@ -47,18 +50,18 @@ def groups_of(engine):
 def plain_tokens(name):
     """The tokens of one engine."""
     made_alone = made("none")
-    params = SamplingParams(max_tokens=18, ignore_eos=True)
-    return [each.token_ids for each in made_alone.generate(prompts(name, 7), params)]
+    params = SamplingParams(max_tokens=LANDED_TOKENS, ignore_eos=True)
+    return [each.token_ids for each in made_alone.generate(prompts(name, LANDED_PROMPTS), params)]
 
 
 def served(name, layout):
     """The groups that had requests, counts, and the tokens of each prompt: long enough to depend on every head."""
-    given, (tensor, data) = prompts(name, 7), layout
+    given, (tensor, data) = prompts(name, LANDED_PROMPTS), layout
 
     def lead(sides):
         seen = set()
         for prompt in given:
-            sides.submit(state(prompt, max_tokens=18, ignore_eos=True))
+            sides.submit(state(prompt, max_tokens=LANDED_TOKENS, ignore_eos=True))
 
         def ended():
             seen.update(groups_of(sides.decode.engine))
@@ -82,7 +85,7 @@ def test_tokens_are_those_of_one_engine_on_every_rank(layout, name):
     seen, tokens, counts = served(name, layout)
     assert tokens == plain_tokens(name)
     assert seen == set(range(layout[1]))
-    assert counts["arrived"] == 7
+    assert counts["arrived"] == LANDED_PROMPTS
 
 
 def test_a_prefill_side_dies():

@@ -53,8 +53,8 @@ def command():
 
 
 def page_cases():
-    """Every page; those whose commands start processes of ranks take seconds each and are slow."""
-    slow = {"parallel.md", "ranks.md"}
+    """Every page; those whose commands start processes of ranks, or measure, take seconds each and are slow."""
+    slow = {"parallel.md", "ranks.md", "benchmarks.md", "conformance-report.md"}
     for page in PAGES:
         yield pytest.param(page, id=page.relative_to(DOCS).as_posix(), marks=[pytest.mark.slow] if page.name in slow else [])
 

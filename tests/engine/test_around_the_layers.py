@@ -56,6 +56,7 @@ def test_states_that_are_read_in_the_same_graph_are_not_copied(tiny64, tiny_toke
     assert copies["fused"] == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["staged", "fused"])
 def test_what_the_host_decided_is_moved_only_where_it_is_new(tiny_tokens, mode, monkeypatch):
     """In fused mode the copy lies between two graphs, and but for an iteration in 16, with a new page, nothing is new."""

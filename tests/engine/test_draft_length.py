@@ -208,6 +208,7 @@ def test_what_was_drafted_is_counted_by_the_lengths_that_were_chosen(cpu):
     assert made.stats.drafted_tokens == 2 * (iterations // 2) > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "mode", [{}, {"overlap": False}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "alone", "graphs", "fused"]
 )

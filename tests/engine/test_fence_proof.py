@@ -32,7 +32,7 @@ def first_race(explorer, backend):
     return None
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fence", "half"),
     [

@@ -32,7 +32,7 @@ def _plain_first():
         tiny.plain(prompt, NEW_TOKENS)
 
 
-@pytest.mark.sample(1, per="graphs")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "graphs"), [(name, graphs) for i, name in enumerate(PROPOSERS) for graphs in (False, True) if graphs or i % 2]
 )

@@ -13,7 +13,7 @@ def accounted():
     """In the place of the check that every other test ends with, which refers to all engines until then."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mode", [{}, {"overlap": True}, {"overlap": True, "graphs": True}, {"overlap": True, "mode": "fused"}], ids=str
 )

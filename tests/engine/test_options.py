@@ -174,7 +174,7 @@ def test_nothing_is_processed_without_options(bundle64, prompt_tokens, monkeypat
         engine.generate([prompt_tokens[0][:9]], SamplingParams(top_k=3, temperature=1.0))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_those_of_the_model(bundle64, reference, prompt_tokens, speculate, temperature):

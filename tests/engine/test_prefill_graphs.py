@@ -55,7 +55,7 @@ def noted_replays(monkeypatch):
     return found
 
 
-@pytest.mark.sample(1, per="mode")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
 def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkeypatch):
@@ -77,7 +77,7 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     assert max(count for _, count in found) > 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("speculate", "least", "buckets"),
     [("eagle", 40, {(40, False)}), ("eagle", 100, {(40, True)}), ("none", 40, {(40, False), (11, True)})],

@@ -35,7 +35,7 @@ class Faulty(Run):
         super().step()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["program", "lazy"])
 @pytest.mark.parametrize("place", range(4))
 def test_a_fault_on_a_stream_yields_no_wrong_token(device, expected, strategy, place):

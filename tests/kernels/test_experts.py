@@ -66,6 +66,7 @@ def test_the_kits_problems_of_corrected_routers(scoring, flag, kernels, device):
     check_kernels(kernels, small("route, corrected_routing", torch.float16, **shape), device)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kernel", ["head_norm_rope_write_cache", "attention_block"])
 @pytest.mark.parametrize("changes", [{}, {"partial": 1}, {"wide_norm": 1, "heads": 3, "head_scales": 1}])
 def test_the_kits_problems_of_norms_of_all_heads(kernel, changes, kernels, device):

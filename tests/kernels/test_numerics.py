@@ -53,6 +53,7 @@ def in_three_dtypes(test):
     return pytest.mark.filterwarnings("ignore::RuntimeWarning")(test)
 
 
+@pytest.mark.sample(1, per="kernel")
 @in_three_dtypes
 @pytest.mark.parametrize("kernel", [name for name in DRAWN if "block" not in name])
 def test_a_small_problem_of_the_conformance_kit(kernel, dtype, changes, kernels, device):

@@ -41,6 +41,7 @@ def test_the_kits_problems_of_sinks(kernels, invariant, change, device):
         check_kernels(kernels, small(name, torch.float16, **change), device)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("corner", [0, 2])
 def test_sinks_before_a_quantised_product(kernels, corner, device):
     """Attention is deferred with the product, and may write its rows in the product's layout."""
@@ -69,6 +70,7 @@ def test_the_kits_problems_of_biases(kernels, invariant, change, device):
     check_kernels(kernels, small("experts_block, expert_biases", torch.float16, **change | {"held": 0}), device)
 
 
+@pytest.mark.sample(1, per="split")
 @pytest.mark.parametrize("split", [1, 2, 8])
 @pytest.mark.parametrize("settled", [False, True])
 def test_the_first_split_begins_with_the_sinks(split, settled, device, pdl):

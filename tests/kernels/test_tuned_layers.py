@@ -100,6 +100,7 @@ def test_both_shapes_of_one_call_keep_their_own(tastes, tmp_path):
     assert used(other, LLAMA) == used(tastes, LLAMA)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shapes", [(LLAMA, QWEN), (QWEN, LLAMA)], ids=["llama first", "qwen first"])
 def test_where_nothing_won_another_shape_changes_nothing(shapes, tastes, tmp_path, monkeypatch):
     first, second = shapes

@@ -55,7 +55,7 @@ TABLE = Table(
 )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("facts", "table"),
     [

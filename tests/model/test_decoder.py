@@ -70,6 +70,7 @@ def engines_agree(path, reference, device, speculate, *, draft=None):
     return engine
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(tmp_path, backend, name, shards):
@@ -78,6 +79,7 @@ def test_family(tmp_path, backend, name, shards):
     agree(tmp_path, backend, reference, chunk=None if shards == 1 else 8)
 
 
+@pytest.mark.sample(1, per="rope")
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope(tmp_path, backend, name, rope):
@@ -123,6 +125,7 @@ def test_a_mistral_with_layer_types(tmp_path, backend, windows):
     agree(tmp_path, backend, edited(tmp_path, "mistral-window", layer_types=windows))
 
 
+@pytest.mark.sample(1, per="original")
 @pytest.mark.parametrize("chunk", [None, 6])
 @pytest.mark.parametrize("original", [12, 21, 22, 30])
 def test_dynamic_rope_past_the_original_context(tmp_path, backend, original, chunk):

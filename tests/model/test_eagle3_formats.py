@@ -83,6 +83,7 @@ def test_the_states_that_the_config_names(tmp_path, backend, config, layers):
     check(tmp_path, backend, write(tmp_path, config), layers)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("prefix", ["midlayer", "layers.0"])
 @pytest.mark.parametrize(
     ("config", "norms", "told"),

@@ -46,6 +46,7 @@ def deepseek(tmp_path_factory):
     return path, write_checkpoint(path, "deepseek_v3")
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("name", LATENT)
 def test_tokens_and_logits_of_transformers(tmp_path, backend, name, chunk):
@@ -148,6 +149,7 @@ def test_engines_give_the_tokens_of_transformers(deepseek, device, speculate):
     engines_agree(*deepseek, device, speculate)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["glm4_moe_lite-q", "deepseek_v2"])
 def test_engines_of_other_families(tmp_path, name):
     engines_agree(tmp_path, write_checkpoint(tmp_path, name), "sim", "ngram")
@@ -172,6 +174,7 @@ def test_the_head_in_the_checkpoint_drafts_as_in_transformers(tmp_path, backend,
     drafts_as_in_transformers(path, tmp_path, backend, reference)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_engines_with_the_head_give_the_tokens_of_transformers(tmp_path, glm, device):
     with_head(glm[0], tmp_path, glm[1])

@@ -40,6 +40,7 @@ def checkpoints(tmp_path_factory):
     return found
 
 
+@pytest.mark.sample(1, per="family")
 @pytest.mark.parametrize("chunk", [3, 5])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_of_a_prompt(backend, checkpoints, family, chunk):
@@ -54,6 +55,7 @@ def test_engines_give_the_tokens_of_transformers(checkpoints, family, device, sp
     engines_agree(*checkpoints[family], device, speculate)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_invariant_kernels_give_the_tokens_of_transformers(checkpoints, family):
     path, reference = checkpoints[family]

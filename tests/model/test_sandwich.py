@@ -44,6 +44,7 @@ def either(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("name", SANDWICHES)
 def test_tokens_and_logits_of_transformers(tmp_path, backend, name, chunk):
@@ -82,6 +83,7 @@ def test_engines_give_the_tokens_of_transformers(either, device, speculate):
     engines_agree(*either, device, speculate)
 
 
+@pytest.mark.sample(1, per="changes")
 @pytest.mark.parametrize("changes", [{"mode": "fused"}, {"batch_invariant": True}, {"kv_dtype": "plain", "num_pages": 30}])
 def test_other_settings_give_the_tokens_of_transformers(either, changes):
     path, reference = either

@@ -12,7 +12,7 @@ from outrider.model import load_through_transformers
 from tiny_checkpoints import OTHER_FAMILIES, write_checkpoint
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", [*OTHER_FAMILIES, "mixtral", "qwen3_moe"])
 def test_as_transformers(tmp_path, backend, family):
     reference = write_checkpoint(tmp_path, family)

@@ -101,7 +101,7 @@ def ours(directory, backend, tokens, media, *, chunk=None, quantized="kernels"):
     return out, torch.stack(chosen)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("family", VISION_FAMILIES)
@@ -154,6 +154,7 @@ def check_random_config(directory, backend, family, seed, *, transposed=False):
         assert got == out.sequences[0, len(tokens) :].tolist()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", vision_checkpoints.FAMILIES)
 def test_a_random_config_of_each_family(tmp_path, backend, family):
     check_random_config(tmp_path, backend, family, 1, transposed=family == "qwen3_vl_moe")
@@ -195,6 +196,7 @@ def test_quantized_checkpoints(tmp_path, backend, family, form, monkeypatch):
     assert torch.cosine_similarity(logits[0], wanted, dim=0) > (0.99 if form == "int8-w8a16" else 0.95)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_yarn_with_axes_and_tied(tmp_path, backend, family):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -297,6 +299,7 @@ def test_digest_stands_for_the_content(tmp_path):
     assert processor.image(picture(16, 16)).digest != processor.image(picture(16, 16, seed=1)).digest
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_tensors_are_checked(tmp_path, backend, family):
     write_vision_checkpoint(tmp_path, family)

@@ -29,7 +29,7 @@ from proof.setups import EngineSetup
 MODES = ("staged", "graphs", "fused")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("proposer", "number"), [(name, number) for number, name in enumerate(HYBRID_PROPOSERS)])
 def test_a_program_of_each_proposer(proposer, number):
     assert wrong_requests(proposer, number, MODES[number % 3])[0] == []
@@ -110,6 +110,7 @@ def test_decoding_takes_one_row_of_another_prefix_at_most():
     assert not checkpoints.has(keys[3])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_prompts_find_a_row_whatever_decoding_has(rows):
     """More requests decode than there are rows, and a request keeps its row if a copy had another length."""
@@ -134,7 +135,7 @@ def test_what_hybrids_refuse():
         tiny.engine(MAKERS["ngram"](tiny.target(), tiny.BACKEND), state_checkpoints=2)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_put_back_is_found(name):
     fault, proposer, number, mode = FAULTS[name]

@@ -19,6 +19,7 @@ def test_nothing_is_told_of_the_engine_as_it_is():
     assert 0 < outcome.counts["ran_ahead"] < outcome.counts["launches"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [16, 32])
 def test_results_taken_in_to_preempt_are_no_lapse(number):
     outcome = run_once_checked(STAGED, random_host_program(number))
@@ -54,6 +55,7 @@ def test_results_that_are_awaited_before_the_next_launch(changed):
     assert changed(Loop, "iterate", waits).error == "LostOverlap"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("blocks", ["stream", "event", "device", "fence"])
 def test_a_launch_that_blocks_the_host(changed, blocks):
     def waits(right):

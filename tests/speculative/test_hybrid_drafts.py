@@ -67,6 +67,7 @@ def test_drafts_are_those_of_the_oracle(checkpoints, monkeypatch):
     assert engine.stats.prefix_hits == 64
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "nested"), [("qwen3_next", False), ("qwen3_5", True), ("qwen3_5_moe", True)])
 def test_a_draft_may_have_a_head_of_its_own(family, nested, tmp_path):
     """As published: within the names of a vision-language model, with experts, and with a head that isn't used."""

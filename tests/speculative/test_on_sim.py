@@ -19,7 +19,7 @@ def _plain_first():
         tiny.plain(prompt, NEW_TOKENS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_sanitizer_finds_nothing(name):
     backend = SimBackend(parse_options({}))

@@ -204,7 +204,7 @@ def acceptance(proposer, **config):
     return engine.stats.acceptance_length
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if not name.startswith("dflash")])  # its tiny head is random
 def test_drafts_are_really_accepted(name):
     found = acceptance(PROPOSERS[name]())

@@ -69,9 +69,16 @@ def drivers() -> Iterator[Unseen]:
         ("test_l1_memory",),
     )
     yield Unseen(
-        "a copy above 1 MiB blocks", THREADS, 1, _blocking_copy, ("Backend.copy_async",), ("test_l1_copies",), "block"
+        "a copy above 1 MiB blocks",
+        THREADS,
+        1,
+        _blocking_copy,
+        ("Backend.copy_async",),
+        ("test_l1_copies",),
+        "block",
+        fast=True,
     )
-    yield Unseen("eight threads get four streams", THREADS, 1, _four_streams, ("Backend",), ("test_l1_threads",), fast=True)
+    yield Unseen("eight threads get four streams", THREADS, 1, _four_streams, ("Backend",), ("test_l1_threads",))
     for operator in ("sort", "topk", "cumsum", "bmm"):
         yield Unseen(
             f"{operator} falls back to the host",
