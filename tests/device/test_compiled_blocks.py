@@ -104,7 +104,12 @@ def test_groups_of_x_have_scales_of_their_own(compiled, kind):
 
 @pytest.mark.parametrize(
     ("absent", "instruction"),
-    [("none", r"vpdpwssd.*zmm"), ("avx512vnni", r"vpmaddwd.*zmm"), ("avx512", r"vpmaddwd.*ymm"), ("all", r"pmaddwd.*xmm")],
+    [
+        ("none", r"vpdpwssd.*zmm"),
+        pytest.param("avx512vnni", r"vpmaddwd.*zmm", marks=pytest.mark.slow),
+        ("avx512", r"vpmaddwd.*ymm"),
+        ("all", r"pmaddwd.*xmm"),
+    ],
 )
 def test_other_processors_compute_the_same_bits(compiled, monkeypatch, absent, instruction):
     """The host's features choose vectors and instructions; of the oldest processor LLVM composes vectors, fused sums and

@@ -432,7 +432,7 @@ def test_short_prompts_ask_for_kernels_of_large_batches(asked, monkeypatch):
     warm_up_asks_for_every_kernel(asked, "A100", model, 0, False, (3, 200))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("form", "table"),
     [(None, load("NVIDIA H200")), *((form, None) for form in (None, "fp8", "fp8-block", "int8", "int4"))],

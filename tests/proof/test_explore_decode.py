@@ -33,10 +33,10 @@ def test_a_fence_that_was_not_exercised_is_not_all_right(outrider):
     assert "all right" not in unknown.out
     assert "none exercised the wait of params_free" in unknown.out
     assert "--backend sim:like=npu --graphs" in unknown.out
-    found = outrider("explore", "decode", "--drop-fence", "params_free", "--iterations", "1", "--seed", "3")
+    found = outrider("explore", "decode", "--drop-fence", "params_free", "--iterations", "1", "--seed", "1")
     assert found.code == 1
     assert "the finding implies: params_free\n" in found.out
-    assert "--seed=3 --iterations=1 --backend=sim:like=npu --strategy=program --drop-fence=params_free" in found.out
+    assert "--seed=1 --iterations=1 --backend=sim:like=npu --strategy=program --drop-fence=params_free" in found.out
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("sim", marks=pytest.mark.slow)])

@@ -67,7 +67,7 @@ def biased(tmp_path_factory):
     return path, tokens(Engine(load_decoder(path, backend=tiny.BACKEND, dtype=torch.float64), tiny.BACKEND, config=CONFIG))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_biases_are_added_once_over_all_ranks(layout, biased):
     path, wanted = biased
