@@ -44,3 +44,4 @@ def test_some_cases_stay_and_the_others_are_slow(pytester):
     assert not any("-3]" in name for name in per_kernel)
     assert "test_alone" in fast
     assert len(fast) + len(slow) == len({*fast, *slow}) == 5 + 6 + 1
+    assert fast == chosen(pytester, "-m", "not slow")

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "timed_tests.py"
 RUNNER = runpy.run_path(str(SCRIPT))
 CpuClock, main, run_within, scaled_limit = (RUNNER[name] for name in ("CpuClock", "main", "run_within", "scaled_limit"))
 REFERENCE_LOOP_S = RUNNER["REFERENCE_LOOP_S"]
-SPIN = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.15: pass"]
+SPIN = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"]
 
 
 def exits(code):
@@ -55,7 +55,7 @@ def test_the_share_of_other_processes_excludes_descendants():
 def test_time_of_descendants_is_own_time():
     start = CpuClock.now()
     subprocess.run(SPIN, check=True)
-    assert CpuClock.now().own_s - start.own_s >= 0.15
+    assert CpuClock.now().own_s - start.own_s >= 0.5
 
 
 def test_the_first_failure_is_the_exit_status_and_other_commands_run(tmp_path):
