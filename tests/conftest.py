@@ -146,6 +146,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture
+def collects_little() -> None:
+    """Garbage collections of the test look at what the test makes, and not at all modules and what other tests have left.
+
+    That takes a second for each collection late in a run.
+    """
+    gc.freeze()
+
+
 def write_distribution(root: Path, distribution: str, module: str, source: str, group: str, name: str, target: str) -> Path:
     """A directory that looks like an installed distribution with one entry point."""
     site = root / distribution

@@ -24,7 +24,7 @@ def loops(*times_s):
 
 
 def test_fails_above_the_limit(capfd):
-    assert run_within([SPIN], 0.1, loops(REFERENCE_LOOP_S, REFERENCE_LOOP_S)) == 1
+    assert run_within([SPIN], 0.01, loops(REFERENCE_LOOP_S, REFERENCE_LOOP_S)) == 1
     assert "over the limit" in capfd.readouterr().out
 
 

@@ -184,7 +184,7 @@ def test_only_exact_blocks_are_packed(compiled, kind):
         assert compiled.linear(drawn(1, 128), other, None) is None
 
 
-def test_a_changed_weight_is_packed_again_and_freed_with_its_tensor(compiled):
+def test_a_changed_weight_is_packed_again_and_freed_with_its_tensor(compiled, collects_little):
     weight, x = blocks("Q4_1", 1024, 128), drawn(2, 128)
     first = compiled.linear(x, weight, None)
     weight.mul_(2)

@@ -142,7 +142,7 @@ def test_a_changed_weight_is_packed_again():
     torch.testing.assert_close(weights.linear(x, weight, None), before * 2)
 
 
-def test_copies_are_limited_and_freed_with_their_weights():
+def test_copies_are_limited_and_freed_with_their_weights(collects_little):
     weights, x = PackedWeights(max_bytes=BYTES), drawn(5, COLUMNS)
     first, second = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS)
     made = [[weights.linear(x, weight, None) is not None for _ in range(2)] for weight in (first, second)]

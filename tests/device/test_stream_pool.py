@@ -36,7 +36,7 @@ class Pooled(TorchDeviceBackend):
 
 
 @pytest.fixture
-def backend():
+def backend(collects_little):
     return Pooled.concrete()
 
 

@@ -17,7 +17,7 @@ def accounted():
 @pytest.mark.parametrize(
     "mode", [{}, {"overlap": True}, {"overlap": True, "graphs": True}, {"overlap": True, "mode": "fused"}], ids=str
 )
-def test_nobody_but_the_backend_refers_to_streams_of_an_engine_that_is_gone(bundle32, mode):
+def test_nobody_but_the_backend_refers_to_streams_of_an_engine_that_is_gone(bundle32, mode, collects_little):
     """A device has only so many, and in a notebook engines come and go."""
     before = set(bundle32.backend.streams)
     engine = bundle32.engine(max_requests=2, max_context=64, **mode)

@@ -96,7 +96,7 @@ def test_an_hour():
     assert grown < GROWTH
 
 
-def test_a_short_soak_would_show_a_wrong_token():
+def test_a_short_soak_would_show_a_wrong_token(collects_little):
     histories, crowds, _ = soak(0.2, least=3)
     assert histories >= 3
     assert crowds > 0

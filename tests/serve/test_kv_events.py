@@ -197,7 +197,7 @@ def test_an_address_that_cannot_be_had_is_named(address):
     assert address in str(found.value)
 
 
-def test_a_made_engine_is_heard_for_as_long_as_it_lives(tmp_path):
+def test_a_made_engine_is_heard_for_as_long_as_it_lives(tmp_path, collects_little):
     address = f"ipc://{tmp_path}/e"
 
     def make():

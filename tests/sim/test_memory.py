@@ -1,7 +1,5 @@
 """The allocator and pinned memory: what is handed out again when, and which copies the host waits for."""
 
-import gc
-
 import pytest
 import torch
 
@@ -206,7 +204,6 @@ def test_observers_see_memory_come_and_go(sim):
     assert watch.events[3] == ("reused", watch.events[2][1], watch.events[0][1])
     backend.detach()
     del b
-    gc.collect()
 
 
 def test_the_host_touches_pinned_memory_of_the_device_that_it_belongs_to(sim):
