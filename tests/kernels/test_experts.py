@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,13 +11,14 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from conformance.small_problems import small
 from drawing import some_and_many
 from kernels.devices import DEVICES
-from outrider.device import KernelSet
+from outrider.device import ExpertsBlock, KernelSet
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.model.quantization.loading import to_device
 from outrider_conformance.random_kernels.kernels import check_kernels
 from outrider_triton.blocks import DeferredExperts
 from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, placed_pairs, sorted_pairs, sum_expert_rows
+from outrider_triton.experts.router import MAX_ROUTED_TOKENS
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M
 
@@ -110,6 +112,23 @@ def test_a_shared_expert_is_added_by_its_gate(tokens, hidden, kernels, device):
     made = value.clone().to(device)
     torch.ops.outrider.add_gated.triton(made, part.to(device), x.to(device), gate.to(device), False)
     assert bool(((made.cpu().double() - right).abs() <= 2e-3 * (1 + right.abs())).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 5, MAX_ROUTED_TOKENS + 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_a_router_in_float32(tokens, bias, kernels, device, monkeypatch):
+    """Few tokens aren't copied in float32; more are, for the library's product. The number of experts is odd."""
+    drawn = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    x = torch.randn(tokens, 2 * 72, dtype=torch.float16, **drawn)[:, 72:]  # columns of wider rows
+    router, row = torch.randn(13, 72, **drawn), torch.randn(13, **drawn) if bias else None
+    weights = torch.empty(0, device=device)
+    block = ExpertsBlock(
+        norm=weights, eps=0.0, router=router, router_bias=row, per_token=2, renormalize=True, gate_up=weights, down=weights
+    )
+    if tokens <= MAX_ROUTED_TOKENS:
+        monkeypatch.setattr(TritonKernels, "linear", None)
+    logits = kernels._router_logits(x, block)
+    torch.testing.assert_close(logits, F.linear(x.float(), router, row), rtol=0, atol=2e-5)
 
 
 def test_pairs_in_blocks():
