@@ -98,5 +98,5 @@ def test_an_hour():
 
 def test_a_short_soak_would_show_a_wrong_token(collects_little):
     histories, crowds, _ = soak(0.2, least=40)
-    assert histories >= 3
+    assert histories >= 40
     assert crowds > 0
